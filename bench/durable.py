@@ -129,7 +129,7 @@ def of_checkpoints(folder: Path, dim: int, layers: int, rounds: int) -> dict[str
     from goaly.train.engine import TrainEngine
     from goaly.train.saved_state import StagedState
     from goaly.train.settings import TrainerSettings
-    from goaly.weights.placement import local
+    from goaly.weights.sharding import local
 
     torch.set_num_threads(1)
     write_tiny_model(

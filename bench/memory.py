@@ -204,11 +204,11 @@ def _hold(rank: int, settings: Any, model: ModelSettings, out: Path) -> None:
     import torch.distributed as dist
 
     from goaly.generate.engine import Engine
-    from goaly.weights.destination import Destination
+    from goaly.weights.fetched_weights import FetchedWeights
 
     engine = Engine(settings, model)
     held = engine.named_tensors()
-    destination = Destination(held, engine.live_tensors(), engine.naming(), spare="auto")
+    destination = FetchedWeights(held, engine.live_tensors(), engine.naming(), spare="auto")
     destination.allocate(held)
     if rank == 0:
         runner = engine._vllm.model_executor.driver_worker.worker.model_runner
@@ -243,7 +243,7 @@ def _pass(
     from goaly.train.rank import join_process_group
     from goaly.weights.buckets import cut
     from goaly.weights.layout import in_dtype
-    from goaly.weights.placement import layout_of, local
+    from goaly.weights.sharding import layout_of, local
     from goaly.weights.shared_memory import Ring
 
     join_process_group(1, settings.ranks)

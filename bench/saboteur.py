@@ -40,7 +40,7 @@ NOT_PLANTED = "sabotage: not planted"
 
 POINTS = {
     "accept a group": "goaly.backlog.group_queue:GroupQueue.report",
-    "commit": "goaly.weights.ledger:VersionLedger.staged",
+    "commit": "goaly.weights.versions:VersionLedger.staged",
     "train": "goaly.train.engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",
     "annotate": "goaly.train.engine:TrainEngine.logprobs",

@@ -41,7 +41,7 @@ from goaly.train.parity_search import UNNAMED
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
-from goaly.weights.placement import local
+from goaly.weights.sharding import local
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine

@@ -342,12 +342,12 @@ def native_updates() -> str:
 
 def native_with(which: int) -> list[Sample]:
     """Samples of vLLM's own model, which another folder's weights were put in, as a subscriber puts them."""
-    from goaly.weights.destination import Destination
+    from goaly.weights.fetched_weights import FetchedWeights
     from goaly.weights.layout import plan, region, view
-    from goaly.weights.placement import layout_of
+    from goaly.weights.sharding import layout_of
 
     engine, published = engines.native, engines.weights[which]
-    destination = Destination(engine.named_tensors(), engine.live_tensors(), engine.naming())
+    destination = FetchedWeights(engine.named_tensors(), engine.live_tensors(), engine.naming())
     destination.allocate(published)
     targets, layout = destination.targets(), layout_of(published)
     for copy in plan([layout], destination.layout):

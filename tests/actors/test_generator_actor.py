@@ -208,13 +208,13 @@ def damaging() -> type:
     from monarch.actor import concurrent_endpoint
 
     from goaly.generate.generator import Generator
-    from goaly.weights.destination import Destination
-    from goaly.weights.member import Copier
+    from goaly.weights.fetched_weights import FetchedWeights
+    from goaly.weights.store_client import Copier
 
     class Damaging(Generator):
         @concurrent_endpoint
         async def damage(self, what: str) -> None:
-            copy, apply = Copier.copy, Destination.apply
+            copy, apply = Copier.copy, FetchedWeights.apply
 
             def flip(tensor: torch.Tensor) -> None:
                 tensor.detach().view(-1).view(torch.uint8)[0] ^= 1  # of an element's lowest bits
@@ -224,14 +224,14 @@ def damaging() -> type:
                 cast = [target for target, source in pairs if target.dtype != source.dtype and target.is_contiguous()]
                 flip(cast[0])
 
-            def applied(self: Destination) -> None:
+            def applied(self: FetchedWeights) -> None:
                 apply(self)
                 flip(self._memories[-1].live)
 
             if what == "a cast":
                 Copier.copy = copied
             elif what == "a parameter":
-                Destination.apply = applied
+                FetchedWeights.apply = applied
 
     return Damaging
 

@@ -15,9 +15,9 @@ from spawned import spawn
 from goaly.errors import WeightsError, WritersGone
 from goaly.liveness import process_mark
 from goaly.weights.layout import Layout
-from goaly.weights.placement import layout_of
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import layout_of
 from goaly.weights.store import StoreState, WeightStore
 from goaly.weights.subscriber import Subscriber
 

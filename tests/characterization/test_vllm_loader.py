@@ -15,9 +15,9 @@ from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.plan.replica import replica_memory
-from goaly.weights.destination import Destination
+from goaly.weights.fetched_weights import FetchedWeights
 from goaly.weights.layout import plan, region, view
-from goaly.weights.placement import layout_of
+from goaly.weights.sharding import layout_of
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -80,7 +80,7 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
 
 def fill(received: dict[str, torch.Tensor], published: dict[str, torch.Tensor], naming: Any) -> None:
     """As a subscriber does."""
-    destination = Destination(received, naming=naming)
+    destination = FetchedWeights(received, naming=naming)
     destination.allocate(published)
     targets, layout = destination.targets(), layout_of(published)
     for copy in plan([layout], destination.layout):

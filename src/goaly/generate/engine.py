@@ -64,7 +64,7 @@ from goaly.models.spec import versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.process import frozen
 from goaly.prompts.settings import ChatSettings
-from goaly.weights.placement import Naming
+from goaly.weights.naming import Naming
 
 FINISHES = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
 

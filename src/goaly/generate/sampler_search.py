@@ -29,7 +29,7 @@ from goaly.models.operations import Outputs, by_token, first_other, joined, of_t
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.parity_requests import with_cache_of
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.weights.placement import copy_whole
+from goaly.weights.sharding import copy_whole
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from goaly.actors import SupervisionError, unless
 from goaly.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, RankLink
-from goaly.weights.ledger import Lease
+from goaly.weights.versions import Lease
 
 if TYPE_CHECKING:
     from goaly.weights.subscriber import Subscriber

@@ -38,7 +38,7 @@ from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
 from goaly.weights.digest import Digest
-from goaly.weights.placement import copy_whole
+from goaly.weights.sharding import copy_whole
 
 A, B = "_lora_a", "_lora_b"
 BASE = "base_digest"

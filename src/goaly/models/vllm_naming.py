@@ -17,7 +17,7 @@ import torch
 from goaly.errors import ConfigError
 from goaly.models.architecture import Architecture
 from goaly.weights.layout import Extent, Part
-from goaly.weights.placement import Naming, Parts, same
+from goaly.weights.naming import Naming, Parts, same
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the embedding to a multiple of this many rows before sharding."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from goaly.errors import portable
-from goaly.weights.placement import shards_of
+from goaly.weights.sharding import shards_of
 
 MODULES = ["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
 """The imports of fake ranks, which one process does for all."""

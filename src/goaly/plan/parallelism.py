@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from goaly.models.decoder import Parameter
 from goaly.weights.layout import Extent, Layout
-from goaly.weights.placement import shards_of
+from goaly.weights.sharding import shards_of
 
 MeshPlacements = tuple[tuple[int, int, int], tuple[Placement, ...]]
 """The sizes of a mesh's axes, and a placement on each."""

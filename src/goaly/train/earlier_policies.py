@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from goaly.weights.placement import local
+from goaly.weights.sharding import local
 
 
 class EarlierPolicies:

@@ -39,7 +39,7 @@ from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
 from goaly.watchdog import progress
-from goaly.weights.placement import local
+from goaly.weights.sharding import local
 
 if TYPE_CHECKING:
     from goaly.weights.digest import Digest

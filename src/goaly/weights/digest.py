@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Rectangle, Shard, share, tile, view
-from goaly.weights.placement import gpu_of, layout_of, local
+from goaly.weights.sharding import gpu_of, layout_of, local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22

@@ -1,6 +1,6 @@
 """Which part of which tensor a rank holds, and what must be copied from where to move it to other ranks.
 
-A layout is a tuple of rectangles (`Shard`) that `placement.py` reads off tensors or DTensors. The rest is arithmetic:
+A layout is a tuple of rectangles (`Shard`) that `naming.py` reads off tensors or DTensors. The rest is arithmetic:
 `share` divides rectangles that several ranks hold among them, `plan` finds the copies that fill a destination.
 
 Invariants
@@ -65,7 +65,7 @@ class Shard(Part):
 
     dtype: torch.dtype
     tensor: str | None = None
-    """The local tensor's name, if it differs (`placement.py`)."""
+    """The local tensor's name, if it differs (`naming.py`)."""
 
     @property
     def elements(self) -> int:

@@ -22,16 +22,17 @@ from goaly.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.digest import digest_of
 from goaly.weights.layout import in_dtype, view
-from goaly.weights.ledger import Staged
-from goaly.weights.member import Member, SharedTask
-from goaly.weights.placement import Naming, gpu_of, layout_of, local, renamed
+from goaly.weights.naming import Naming, renamed
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import gpu_of, layout_of, local
 from goaly.weights.slots import SHARED, Slots
 from goaly.weights.store import JoinedWriter, WeightStore
+from goaly.weights.store_client import SharedTask, StoreClient
 from goaly.weights.transport import slot_writer
+from goaly.weights.versions import Staged
 
 
-class Publisher(Member):
+class Publisher(StoreClient):
     """One writer rank of the store, until it is closed or its process ends; `async with` closes it."""
 
     def __init__(

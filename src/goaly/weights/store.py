@@ -1,6 +1,6 @@
 """The weight store: one actor that knows where each version lies, who may read it, and who waits for the next.
 
-It holds no weights: those lie in the writers' memory (`slots.py`), and readers copy them from there. `ledger.py`
+It holds no weights: those lie in the writers' memory (`slots.py`), and readers copy them from there. `versions.py`
 has the protocol. This module adds the waiting, and the watch over members' processes, whose leases it frees.
 
 Invariants
@@ -28,11 +28,11 @@ from goaly.errors import WeightsError
 from goaly.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
-from goaly.weights.ledger import Lease, Staged, StoreState, VersionLedger
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import SegmentHandle
 from goaly.weights.slots import Source
 from goaly.weights.transport import needs_remote, reads_whole_buckets
+from goaly.weights.versions import Lease, Staged, StoreState, VersionLedger
 
 logger = logging.getLogger(__name__)
 

@@ -32,16 +32,17 @@ from goaly.actors import answer_of
 from goaly.errors import WeightsError
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
-from goaly.weights.destination import Destination
 from goaly.weights.digest import Check, Part
+from goaly.weights.fetched_weights import FetchedWeights
 from goaly.weights.layout import Copy, Shard, plan, region
-from goaly.weights.ledger import Lease
-from goaly.weights.member import Member, Pair, SharedTask
-from goaly.weights.placement import Naming, gpu_of
+from goaly.weights.naming import Naming
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import gpu_of
 from goaly.weights.slots import SlotReader, Source
 from goaly.weights.store import Joined, WeightStore
+from goaly.weights.store_client import Pair, SharedTask, StoreClient
 from goaly.weights.transport import slot_reader
+from goaly.weights.versions import Lease
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import Mirror
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Subscriber(Member):
+class Subscriber(StoreClient):
     """One reader of the store, until it is closed or its process ends; `async with` closes it."""
 
     def __init__(
@@ -67,7 +68,7 @@ class Subscriber(Member):
         """`tensors` are the live parameters of this rank, which `apply` writes.
 
         If the model computes with other objects and `tensors` only describe their placement, `live` are those objects.
-        `naming` says of which published tensors the tensors are made, where they have other names (`placement.py`).
+        `naming` says of which published tensors the tensors are made, where they have other names (`naming.py`).
         `host` overrides the host that the process counts as.
         """
         settings = settings or WeightSettings()
@@ -75,7 +76,7 @@ class Subscriber(Member):
         self._reader = reader or f"process {os.getpid()}"
         self._transport = settings.transport
         spare = "device" if settings.reads_into_gpus else settings.spare
-        self._destination = Destination(tensors, live, naming, spare=spare)
+        self._fetched = FetchedWeights(tensors, live, naming, spare=spare)
         self._join = SharedTask(self._joined)
         self._number: int | None = None
         self._request = 0
@@ -166,7 +167,7 @@ class Subscriber(Member):
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
             is_verified = self._check is not None and self._check.is_verified
             with span("apply", version=version, verified=is_verified):
-                self._destination.apply()
+                self._fetched.apply()
             self.verified_updates += is_verified
             if self._check is not None and not is_verified:
                 logger.warning("%s could not be verified: its ranks don't have all weights once", self._check.where)
@@ -176,7 +177,7 @@ class Subscriber(Member):
         """Verify that the parameters are what was fetched, if the version has a digest (WU-6), after `apply` and before
         the next `prefetch`. They may be read meanwhile."""
         check = self._check
-        if check is not None and (name := await self._copier.run(self._destination.altered)):
+        if check is not None and (name := await self._copier.run(self._fetched.altered)):
             raise WeightsError(f"{check.where}: parameter `{name}` differs from what was fetched and verified")
 
     async def release(self) -> None:
@@ -197,7 +198,7 @@ class Subscriber(Member):
     def drop(self) -> None:
         """Free what this reader has here, when its store has died."""
         self._sources = []
-        self._destination.free()
+        self._fetched.free()
         self._background.end()
         if self._mirror is not None:
             self._mirror.close()
@@ -211,7 +212,7 @@ class Subscriber(Member):
     async def _joined(self) -> int:
         """Join the store; this reader's number there."""
         joined: Joined = await self._store.join_reader.call_one(
-            self._reader, self._process, self._transport, self._destination.needs
+            self._reader, self._process, self._transport, self._fetched.needs
         )
         self._number = joined.number
         if joined.pulse:
@@ -239,13 +240,13 @@ class Subscriber(Member):
             self._mirror = None
         layouts = [source.layout for source in sources]
         self._published = {shard.name: shard for layout in layouts for shard in layout}
-        if not self._destination.layout:
-            self._destination.allocate(self._published)
+        if not self._fetched.layout:
+            self._fetched.allocate(self._published)
         bucket_of = [
             {index: number for number, bucket in enumerate(source.buckets) for index in bucket} for source in sources
         ]
         self._plan = [{} for _ in sources]
-        for copy in plan(layouts, self._destination.layout):
+        for copy in plan(layouts, self._fetched.layout):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
         if self._transport == "auto" and all(source.host != self._process.host for source in sources):
@@ -298,12 +299,12 @@ class Subscriber(Member):
         """Copy the version into the spares; the first writer rank that has overwritten its slot meanwhile, if any."""
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
-            self._destination.settle()
-            targets = self._destination.targets()
+            self._fetched.settle()
+            targets = self._fetched.targets()
             check = None
             if lease.digest is not None:
                 where = f"version {lease.version} at reader {self._reader}"
-                check = Check(lease.digest, self._destination.layout, self._published, where)
+                check = Check(lease.digest, self._fetched.layout, self._published, where)
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
@@ -324,7 +325,7 @@ class Subscriber(Member):
                 check.compare([parts])
             with self._spares_lock:
                 self._ready, self._check, self._parts = lease.version, check, parts
-            pull.note(bytes=sum(shard.bytes for shard in self._destination.layout))
+            pull.note(bytes=sum(shard.bytes for shard in self._fetched.layout))
         return None
 
     def _forget(self) -> None:

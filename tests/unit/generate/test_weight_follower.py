@@ -11,7 +11,7 @@ from goaly.actors import SupervisionError
 from goaly.errors import WeightsError, WritersGone
 from goaly.generate import weight_follower
 from goaly.generate.weight_follower import WeightFollower
-from goaly.weights.ledger import Lease
+from goaly.weights.versions import Lease
 from tests.virtual_time import turns
 
 pytestmark = pytest.mark.timeout(20)

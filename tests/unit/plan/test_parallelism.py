@@ -19,7 +19,7 @@ from goaly.models.decoder import Decoder
 from goaly.models.published import MODELS
 from goaly.models.spec import prepare_torchtitan
 from goaly.plan.parallelism import Parallelism
-from goaly.weights.placement import shards_of
+from goaly.weights.sharding import shards_of
 
 prepare_torchtitan()
 

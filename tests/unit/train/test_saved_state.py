@@ -26,7 +26,7 @@ from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _Sa
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 from goaly.weights.layout import region
-from goaly.weights.placement import shards_of
+from goaly.weights.sharding import shards_of
 from tests.unit.train.batches import documents, pack
 
 SETTINGS = TrainerSettings(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from goaly.liveness import ProcessMark, process_mark
-from goaly.weights import member
+from goaly.weights import store_client
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
@@ -94,12 +94,12 @@ class Gone:
 @contextmanager
 def as_process(mark: Any) -> Iterator[None]:
     """Publishers and subscribers that are made in this block count as another process's."""
-    own = member.this_process
-    member.this_process = lambda host=None: mark
+    own = store_client.this_process
+    store_client.this_process = lambda host=None: mark
     try:
         yield
     finally:
-        member.this_process = own
+        store_client.this_process = own
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from goaly.errors import WeightsError
 from goaly.liveness import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.layout import Extent, Rectangle, joined, region
-from goaly.weights.placement import layout_of
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import layout_of
 from goaly.weights.store import JoinedWriter
 from goaly.weights.transport import over_network
 

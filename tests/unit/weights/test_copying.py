@@ -9,10 +9,10 @@ import torch
 from goaly.config.check import check
 from goaly.errors import WeightsError
 from goaly.weights.layout import in_dtype, region
-from goaly.weights.member import Copier
-from goaly.weights.placement import layout_of
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Segment
+from goaly.weights.store_client import Copier
 from goaly.weights.transport import slot_writer
 
 

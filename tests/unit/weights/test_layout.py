@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from goaly.errors import WeightsError
 from goaly.weights import layout as layout_module
 from goaly.weights.layout import SPLIT_BYTES, Layout, Rectangle, common, plan, region, share
-from goaly.weights.placement import layout_of, shards_of
+from goaly.weights.sharding import layout_of, shards_of
 
 Meshed = tuple[tuple[int, ...], tuple]
 

@@ -14,9 +14,9 @@ from local_store import Life, LocalStore, as_process
 
 from goaly.errors import WeightsError, WritersGone
 from goaly.weights import rdma
-from goaly.weights.member import BackgroundTasks, SharedTask
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
+from goaly.weights.store_client import BackgroundTasks, SharedTask
 from goaly.weights.subscriber import Subscriber
 
 SETTINGS = WeightSettings()

@@ -9,12 +9,12 @@ from test_remote_reads import Buffer
 
 from goaly.liveness import ProcessMark, this_process
 from goaly.weights.buckets import cut
-from goaly.weights.ledger import Lease
-from goaly.weights.placement import layout_of
 from goaly.weights.rdma import Mirror, RemoteSlots
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Ring, SegmentHandle
 from goaly.weights.slots import UNSEALED
+from goaly.weights.versions import Lease
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = (1, 4)

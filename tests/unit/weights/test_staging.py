@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from local_store import LocalStore
 
-from goaly.weights.member import Pair
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
 from goaly.weights.slots import UNSEALED
+from goaly.weights.store_client import Pair
 
 
 async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_it_is_written_again() -> None:

@@ -12,11 +12,11 @@ from local_store import LocalStore, meshes, sharded
 from goaly.errors import WeightsError
 from goaly.weights import digest
 from goaly.weights.digest import same
-from goaly.weights.member import Copier
-from goaly.weights.placement import one_of
-from goaly.weights.placement import same as same_name
+from goaly.weights.naming import one_of
+from goaly.weights.naming import same as same_name
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
+from goaly.weights.store_client import Copier
 from goaly.weights.subscriber import Subscriber
 
 SETTINGS = WeightSettings(verify_every=1)

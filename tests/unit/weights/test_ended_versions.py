@@ -3,8 +3,8 @@
 import pytest
 
 from goaly.errors import WeightsError, WritersGone
-from goaly.weights.ledger import VersionLedger
-from tests.unit.weights.test_ledger import published, stage
+from goaly.weights.versions import VersionLedger
+from tests.unit.weights.test_versions import published, stage
 
 
 def test_one_slot_is_refused() -> None:

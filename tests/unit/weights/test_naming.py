@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Part, Shard, plan, region, share, view
-from goaly.weights.placement import Naming, Parts, check_filled, fused, layout_of, one_of, renamed, same, shards_of
+from goaly.weights.naming import Naming, Parts, fused, one_of, renamed, same
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
+from goaly.weights.sharding import check_filled, layout_of, shards_of
 from goaly.weights.subscriber import Subscriber
 
 HEAD_DIM, DIM = 3, 5

@@ -20,8 +20,9 @@ import torch
 from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.digest import same
 from goaly.weights.layout import Layout, view
-from goaly.weights.placement import Naming, check_filled, layout_of, owner, renamed
+from goaly.weights.naming import Naming, renamed
 from goaly.weights.settings import HEADROOM
+from goaly.weights.sharding import check_filled, layout_of, owner
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class _Memory:
     shards: Layout
 
 
-class Destination:
+class FetchedWeights:
     """The live parameters of one rank, and spares for the next version."""
 
     def __init__(

@@ -22,7 +22,6 @@ Invariants
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 
@@ -33,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from goaly.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Part, Rectangle, Shard, common, minus, region, tile, view
+from goaly.weights.layout import Extent, Layout, Rectangle, Shard, region, tile, view
 
 
 def owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,86 +147,6 @@ def _runs(indices: np.ndarray) -> list[tuple[int, int, int]]:
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1
     edges = [0, *breaks.tolist(), len(indices)]
     return [(int(indices[begin]), end - begin, begin) for begin, end in pairwise(edges) if begin < end]
-
-
-# Names
-
-
-Parts = tuple[Part, ...]
-Naming = Mapping[str, Parts]
-"""The parts of each tensor that has another name elsewhere. A tensor without parts is not moved."""
-
-
-def same(name: str, shape: Extent) -> Parts:
-    """All of the tensor `name`."""
-    zeros = tuple(0 for _ in shape)
-    return (Part(name=name, global_shape=shape, offset=zeros, shape=shape, start=zeros),)
-
-
-def fused(shapes: Mapping[str, Extent], *, dim: int) -> Parts:
-    """These tensors one after another along `dim`."""
-    parts: list[Part] = []
-    end = 0
-    for name, shape in shapes.items():
-        (whole,) = same(name, shape)
-        parts.append(replace(whole, start=(*whole.start[:dim], end, *whole.start[dim + 1 :])))
-        end += shape[dim]
-    return tuple(parts)
-
-
-def one_of(name: str, *, index: int, count: int, shape: Extent) -> Parts:
-    """One of the `count` tensors of this shape that are stacked in `name`, along its first dim."""
-    (whole,) = same(name, shape)
-    return (
-        replace(
-            whole,
-            global_shape=(count, *shape),
-            offset=(index, *whole.offset),
-            shape=(1, *shape),
-            dims=(None, *range(len(shape))),
-        ),
-    )
-
-
-def renamed(layout: Layout, naming: Naming) -> Layout:
-    """The layout with each tensor that `naming` lists as its parts, and all others unchanged."""
-    shards: list[Shard] = []
-    for shard in layout:
-        parts = naming.get(shard.name)
-        if parts is None:
-            shards.append(shard)
-            continue
-        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # WN-1
-            places = ", ".join(f"{part.place[1]} at {part.place[0]}" for part in parts[:4])
-            raise WeightsError(
-                f"`{shard.name}` has shape {shard.global_shape}, which its parts don't cover once: {places}"
-            )
-        for part in parts:
-            rectangle = common((shard.offset, shard.shape), part.place)
-            if rectangle is not None:
-                shards.append(_as_part(shard.part(rectangle), part))
-    return tuple(shards)
-
-
-def _as_part(shard: Shard, part: Part) -> Shard:
-    """A shard that lies within a part, as a rectangle of the part's published tensor."""
-    within = minus(shard.offset, part.start)
-    dims = part.dims or tuple(range(len(part.shape)))
-    return replace(
-        shard,
-        name=part.name,
-        global_shape=part.global_shape,
-        offset=tuple(at if dim is None else at + within[dim] for at, dim in zip(part.offset, dims, strict=True)),
-        shape=tuple(1 if dim is None else shard.shape[dim] for dim in dims),
-        tensor=shard.tensor or shard.name,
-        dims=_composed(dims, shard.dims),
-    )
-
-
-def _composed(dims: tuple[int | None, ...], inner: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
-    """The local tensor's dims, where these are dims of a tensor whose dims are `inner`."""
-    local = dims if inner is None else tuple(None if dim is None else inner[dim] for dim in dims)
-    return None if local == tuple(range(len(local))) else local
 
 
 def gpu_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:

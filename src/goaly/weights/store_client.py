@@ -89,7 +89,7 @@ class BackgroundTasks:
             logger.warning("%s: %s", type(error).__name__, error)
 
 
-class Member:
+class StoreClient:
     """A process's side of its membership in a store, until it is closed; `async with` closes it."""
 
     def __init__(self, store: WeightStore, settings: WeightSettings, gpu: torch.device | None, host: str | None):

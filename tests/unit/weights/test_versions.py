@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from goaly.errors import WeightsError
-from goaly.weights.ledger import VersionLedger
+from goaly.weights.versions import VersionLedger
 
 READERS = 4
 reader_numbers = st.integers(0, READERS - 1)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from goaly.errors import WeightsError
-from goaly.weights.destination import Destination, fit_on_device
+from goaly.weights.fetched_weights import FetchedWeights, fit_on_device
 from goaly.weights.settings import WeightSettings
 
 
@@ -22,13 +22,13 @@ class Tied(nn.Module):
         self.norm = nn.Parameter(torch.ones(3))
 
 
-def filled(model: nn.Module, published: set[str]) -> Destination:
-    destination = Destination(dict(model.named_parameters(remove_duplicate=False)))
+def filled(model: nn.Module, published: set[str]) -> FetchedWeights:
+    destination = FetchedWeights(dict(model.named_parameters(remove_duplicate=False)))
     destination.allocate(published)
     return destination
 
 
-def fetch(destination: Destination, value: float) -> None:
+def fetch(destination: FetchedWeights, value: float) -> None:
     for target in destination.targets():
         target.fill_(value)
 
@@ -82,7 +82,7 @@ def test_two_parameters_of_one_memory_are_filled_once_and_stay_tied() -> None:  
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU goes on after `apply`")
 def test_spares_are_not_written_before_the_gpu_is_done_with_them() -> None:
     parameter = nn.Parameter(torch.ones(1 << 20, device="cuda"), requires_grad=False)
-    destination = Destination({"w": parameter})
+    destination = FetchedWeights({"w": parameter})
     destination.allocate({"w"})
     read = torch.empty_like(parameter)
     torch.cuda._sleep(10**9)
@@ -102,7 +102,7 @@ def test_spares_are_not_written_before_the_gpu_is_done_with_them() -> None:
 
 def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD-3
     live = {"w": nn.Parameter(torch.zeros(10, 4))}
-    destination = Destination({"w": torch.zeros(8, 4)}, live)
+    destination = FetchedWeights({"w": torch.zeros(8, 4)}, live)
     with pytest.raises(WeightsError, match=r"`w` has shape \(10, 4\) here, which the layout doesn't cover once"):
         destination.allocate({"w"})
 
@@ -110,7 +110,7 @@ def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD
 def test_spares_on_the_host_hold_what_is_applied():
     """WD-1"""
     shared = torch.zeros(4, 2)
-    destination = Destination({"a": shared, "b": shared}, spare="host")
+    destination = FetchedWeights({"a": shared, "b": shared}, spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     target.fill_(3.0)
@@ -122,7 +122,7 @@ def test_spares_on_the_host_hold_what_is_applied():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spares_of_a_gpus_parameters_are_pinned_memory_of_the_host():
     live = torch.zeros(1 << 16, device="cuda")
-    destination = Destination({"a": live}, spare="host")
+    destination = FetchedWeights({"a": live}, spare="host")
     destination.allocate({"a"})
     (target,) = destination.targets()
     assert (target.device.type, target.is_pinned()) == ("cpu", True)
@@ -148,7 +148,7 @@ def test_spares_are_on_the_gpu_only_if_a_twentieth_of_it_stays_free(
 def test_a_place_that_follows_from_what_fits_is_the_parameters_own_without_a_gpu() -> None:
     """WD-4"""
     shared = torch.zeros(4, 2)
-    destination = Destination({"a": shared}, spare="auto")
+    destination = FetchedWeights({"a": shared}, spare="auto")
     destination.allocate({"a"})
     assert [target.device for target in destination.targets()] == [shared.device]
 
