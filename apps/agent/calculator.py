@@ -1,5 +1,5 @@
-"""Agents with a calculator: they let a policy call the tools of an MCP server until it answers. They know nothing of
-goaly: the address and the key of an OpenAI API are all they get.
+"""Agents with a calculator: they let a policy call the tools of an MCP server until it answers. All that they get of
+goaly is the address and the key of an OpenAI API, and a reader of JSON.
 
 `with_openai` is written with OpenAI's client, `with_agents` with the runner of `openai-agents`.
 """

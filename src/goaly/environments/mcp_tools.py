@@ -27,6 +27,8 @@ from goaly.errors import first_error
 from goaly.prompts.prompt import Message
 from goaly.telemetry.counts import count
 
+RESULT_CHARACTERS = 1_000_000
+"""Some 250,000 tokens of text."""
 _LOST = (mcp_types.CONNECTION_CLOSED,)
 """Codes of errors after which no call can succeed."""
 
@@ -34,11 +36,15 @@ _LOST = (mcp_types.CONNECTION_CLOSED,)
 class McpTools:
     """A session at an MCP server. `start` makes one."""
 
-    def __init__(self, process: ServerProcess | Elsewhere, owned: bool, call_seconds: float):
+    def __init__(
+        self, process: ServerProcess | Elsewhere, owned: bool, call_seconds: float, result_characters: int | None = None
+    ):
         self._process = process
         self._owned = owned
         self.call_seconds = call_seconds
         """Time limit of a call."""
+        self.result_characters = result_characters
+        """The most characters of a result in a tool message, which ends with a mark if it is cut; None is no limit."""
         self.tools: tuple[dict[str, Any], ...] = ()
         """The server's tools as an OpenAI request names them, for `Chat.say` and for prompts."""
         self._client: Client | None = None
@@ -54,15 +60,17 @@ class McpTools:
         path: str = "/mcp",
         call_seconds: float = 30.0,
         start_seconds: float = 60.0,
+        result_characters: int | None = RESULT_CHARACTERS,
     ) -> "McpTools":
         """A session at a server of its own, which this command starts, at a shared process, or at a URL without `path`.
 
-        A command uses stdio unless it has a place for `{fd}` or `{port}`. A call may take `call_seconds`."""
+        A command uses stdio unless it has a place for `{fd}` or `{port}`. A call may take `call_seconds`,
+        and a tool message has at most `result_characters` of its result."""
         if isinstance(server, Command):
             process: ServerProcess | Elsewhere = await ServerProcess.start(server)
         else:
             process = Elsewhere(server) if isinstance(server, str) else server
-        tools = cls(process, isinstance(server, Command), call_seconds)
+        tools = cls(process, isinstance(server, Command), call_seconds, result_characters)
         try:
             async with asyncio.timeout(start_seconds):
                 await tools._begin(path)
@@ -154,9 +162,16 @@ class McpTools:
         function = call.get("function") or {}
         return Message(
             role="tool",
-            content=await self._result(function.get("name"), function.get("arguments")),
+            content=self._cut(await self._result(function.get("name"), function.get("arguments"))),
             tool_call_id=call.get("id"),
         )
+
+    def _cut(self, result: str) -> str:
+        most = self.result_characters
+        if most is None or len(result) <= most:
+            return result
+        count("tools/cut")
+        return f"{result[:most]}\n[cut off: {len(result) - most} more characters]"
 
     async def _result(self, name: Any, arguments: Any) -> str:
         known = [tool["function"]["name"] for tool in self.tools]

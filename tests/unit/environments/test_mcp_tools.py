@@ -106,6 +106,20 @@ async def test_a_server_that_dies_during_a_call_fails_the_episode(command):
         await tools.close()
 
 
+async def test_a_long_result_is_cut_with_a_mark_that_the_policy_sees(command):
+    tools = await McpTools.start(command("tools.py"), result_characters=4)
+    message = calls(("add", '{"a": 1000, "b": 234}'), ("add", '{"a": 1234567, "b": 0}'), ("subtract", "{}"))
+    with counting() as counts:
+        said = [answer.content for answer in await tools.answer(message)]
+    assert said[:2] == ["1234", "1234\n[cut off: 3 more characters]"]
+    assert said[2].startswith("Erro\n[cut off: ")
+    assert counts == {"tools/calls": 3, "tools/unknown": 1, "tools/cut": 2}
+    assert await tools.call("add", {"a": 1234567, "b": 0}) == "1234567", "a script gets all of it"
+    tools.result_characters = None
+    assert [answer.content for answer in await tools.answer(calls(("add", '{"a": 1234567, "b": 0}')))] == ["1234567"]
+    await tools.close()
+
+
 async def test_a_result_that_is_too_large_fails_the_episode(command, monkeypatch):
     monkeypatch.setattr("goaly.environments.process._LINE_BYTES", 1 << 12)
     tools = await McpTools.start(command("tools.py"))
