@@ -165,3 +165,23 @@ def test_a_forced_token_that_drifts_changes_nothing_for_the_free_ones(name: str,
         found = gradient([0, 1, 2, 3], drift)
         close(found[[0, 2]], alone, atol=1e-5, rtol=1e-5)
         assert found[[1, 3]].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("weights", [[0.3], [0.2, 0.1], [0.0, 0.0]])
+@pytest.mark.parametrize(("name", "correction"), COMBINATIONS)
+def test_an_answer_counts_by_its_weights_where_they_add_up_to_less_than_a_token(
+    name: str, correction: str, weights: list[float]
+):  # OB-4
+    settings = settings_of(name, correction)
+    assert settings is not None
+    logprobs = torch.full((len(weights),), -0.5, requires_grad=True)
+    columns = {
+        "sampler_logprobs": logprobs.detach(),
+        "sampler_versions": torch.zeros(len(weights), dtype=torch.int32),
+        "advantages": torch.ones(len(weights)),
+        "documents": torch.zeros(len(weights), dtype=torch.int64),
+        "form_weights": torch.tensor(weights),
+    }
+    part = PolicyObjective(settings)(logprobs, torch.zeros(len(weights)), columns, 1)
+    close(torch.autograd.grad(part.total, logprobs)[0], -torch.tensor(weights))
+    assert all(value.isfinite().all() for value in part.mean.values())
