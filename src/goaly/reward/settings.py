@@ -64,12 +64,14 @@ class RewardSettings(Settings):
     time_limit_seconds: PositiveFloat = 10.0
     """Time limit of one score; a child process that exceeds it is killed and replaced."""
     on_time_limit: Literal["zero", "fail"] = "zero"
-    """A score that exceeds its time limit becomes reward 0 (`zero`) or fails its group (`fail`)."""
+    """A score that exceeds its time limit becomes reward 0 (`zero`) or fails its group (`fail`). Where failures are
+    negative, an episode with a 0 in place of a score has the lowest reward of its group's other episodes, unless it
+    passes."""
     on_error: Literal["zero", "fail"] = "fail"
-    """A response for which the verifier raises, dies twice or returns no finite number gets reward 0 (`zero`) or fails
-    its group (`fail`). `fail` also drops the other samples of the prompt, so such prompts are trained less often;
-    `zero` keeps them, but teaches the policy that the response was wrong. Choose `zero` if responses cause the error
-    (they cannot be parsed), `fail` if the verifier does (a service is down)."""
+    """A response for which the verifier raises, dies twice or returns no finite number gets reward 0 (`zero`, as
+    for the time limit) or fails its group (`fail`). `fail` also drops the other samples of the prompt, so such prompts
+    are trained less often; `zero` keeps them, but teaches the policy that the response was wrong. Choose `zero` if
+    responses cause the error (they cannot be parsed), `fail` if the verifier does (a service is down)."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from verifier_problems(self.verifier, at)

@@ -199,9 +199,10 @@ class GroupRunner:
                 f"all episodes of prompt {prompt.id} exceeded rollout.episode_seconds={self.settings.episode_seconds}"
             )
         of_episodes = list(zip(running.episodes, made, strict=True))
-        finished = [those for one, those in of_episodes if not one.is_cut_off]
         cut_off = [those for one, those in of_episodes if one.is_cut_off]
-        episodes = settled(finished, cut_off, self.settings.cut_off_reward)
+        unscored = [those for one, those in of_episodes if one.is_unscored and not one.is_cut_off]
+        finished = [those for one, those in of_episodes if not (one.is_unscored or one.is_cut_off)]
+        episodes = settled(finished, cut_off, self.settings.cut_off_reward, unscored)
         left = len(made) - len(episodes)
         if not episodes:
             raise NoneFinished(f"rollout.cut_off_reward=exclude: all episodes of prompt {prompt.id} were cut off")
@@ -323,8 +324,10 @@ class GroupRunner:
                 made = trajectories_of(
                     await within(self.settings.episode_seconds, episode, name, running.ran_out_of_time)
                 )
-                has_said = session.reward is not None or chat.was_refused or episode_reward(made) >= PASS_REWARD
+                passes = episode_reward(made) >= PASS_REWARD
+                has_said = session.reward is not None or chat.was_refused or passes
                 running.is_cut_off = session.exhausted and not has_said
+                running.is_unscored &= not passes
             except Exception as error:
                 made = self._cut_off(running, session, error, name)
         index = running.sample_index

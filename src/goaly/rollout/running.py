@@ -75,6 +75,8 @@ class RunningEpisode:
     _judging: int = field(default=0, init=False)
     is_unjudged: bool = field(default=False, init=False)
     """Whether one of its responses has no score: its verifier failed, or had not given it when time ran out."""
+    is_unscored: bool = field(default=False, init=False)
+    """Whether one of its responses has reward 0 in place of a score."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """Counts of events in it, in all attempts, by the name of the metric."""
 
@@ -84,7 +86,7 @@ class RunningEpisode:
     def begin(self, attempt: int) -> None:
         """Make this attempt the one that runs, with a policy of its own: requests, key and seeds have its number, so
         nothing that an earlier attempt asked for can reach it (RG-5)."""
-        self.attempt, self.is_unjudged, self.why = attempt, False, None
+        self.attempt, self.is_unjudged, self.is_unscored, self.why = attempt, False, False, None
         if attempt:
             first, number = self._first, f"retry{attempt}"
             seeds = None if first.seeds is None else f"{first.seeds}.{number}"
@@ -134,6 +136,7 @@ class RunningEpisode:
         finally:
             self._judging -= 1
         if isinstance(value, Unscored):
+            self.is_unscored |= attempt == self.attempt
             self.counts[f"reward/verifier_{value.cause}s"] += 1
         return value
 

@@ -25,6 +25,7 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.estimate import estimate
+from goaly.reward.failures import Unscored
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.cut_off import settled
 from goaly.rollout.episode import EpisodeContext
@@ -36,6 +37,7 @@ from tests.unit.trajectories import sampled
 ESTIMATORS = ["group", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "process", "gae"]
 CALL = hermes(assistant("", None, {"a": 2, "b": 3}))
 ENDLESS = "and so on " * 200
+ZERO = Unscored("timeout")
 WRONG = [CALL, CALL, CALL, "wrong"]
 
 
@@ -215,6 +217,51 @@ async def test_an_answer_that_fills_the_context_and_passes_or_is_worse_than_the_
     texts = {0: ["short"], 1: [ENDLESS], 2: [ENDLESS], 3: [ENDLESS]}
     group = await group_of(chats["hermes"], fills, texts, max_context=1000)
     assert group.rewards == [-1.0, 1.0, -2.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("scores", "rewards"),
+    [
+        ([-1.0, 1.0, ZERO, ZERO], [-1.0, 1.0, -1.0, -1.0]),
+        ([ZERO, 1.0, 0.5, 2.0], [0.0, 1.0, 0.5, 2.0]),
+        ([ZERO] * 4, [0.0] * 4),
+    ],
+)
+@pytest.mark.parametrize("setting", ["worst", "exclude"])
+async def test_an_answer_without_a_score_is_no_better_than_a_failure(
+    chats: dict[str, ChatTokenizer], setting: CutOffReward, scores: list[float], rewards: list[float]
+) -> None:
+    """CT-1."""
+    group = await scored_group(chats["hermes"], [[score] for score in scores], cut_off_reward=setting)
+    assert group.rewards == rewards
+
+
+async def test_an_answer_without_a_score_costs_an_episode_that_passes_nothing(chats: dict[str, ChatTokenizer]) -> None:
+    group = await scored_group(chats["hermes"], [[-1.0], [ZERO, 1.0], [ZERO, 0.5]])
+    assert group.rewards == [-1.0, 1.0, -1.0]
+
+
+async def scored_group(chat: ChatTokenizer, scores: Sequence[Sequence[float]], **limits: Any) -> Group:
+    """Episodes that have the sums of these scores of their verifier."""
+
+    async def judged(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        await context.chat.say(prompt.messages)
+        mine = context.sample_index
+        given = [await context.reward(prompt, f"{mine} {number}") for number in range(len(scores[mine]))]
+        return context.chat.finish(sum(given))
+
+    async def score(prompt: Prompt, response: str) -> float:
+        episode, number = map(int, response.split())
+        return scores[episode][number]
+
+    runs = Runs(chat)
+
+    runs.score = score
+    runner = runs.runner(judged, **limits)
+    runner.sampler, runner.group_size = ByEpisode(chat, {one: ["1"] for one in range(len(scores))}), len(scores)
+    await runner.run(TICKET, PROMPT)
+    assert isinstance(runs.end, Group), runs.end
+    return runs.end
 
 
 def test_a_session_that_an_answer_filled_is_exhausted_until_a_shorter_chat_also_after_a_replay(
