@@ -7,8 +7,7 @@ lengths up to the longest sequence, of which some share a prompt (`parity_reques
 cache that is too small for them and in steps that are too short for many prompts; the numbers of preemptions, of
 prompts in parts and of prefix hits are printed. The trainer recomputes what was sampled, on several packings. If a run
 of this config can update weights in the middle of an answer, so does the check, once: half as large ones. If it
-replays choices of experts, the trainer does that here, too. Of adapters the check makes some that change the model, as
-trained ones do.
+replays choices of experts, the trainer does that here, too. Adapters are left out: new ones change nothing.
 
 The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
 a run (`train/parity_search.py`).
@@ -33,7 +32,7 @@ from goaly.errors import ConfigError, ParityError
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
-from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.models.settings import ModelSettings
 from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 UPDATED = 1
 """The version of the halved weights."""
-ADAPTERS_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +88,6 @@ def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool 
             updates = False
             engine.apply(lambda: halve(engine.named_tensors()))
     return [sequence(one.prompt, samples[one.name]) for one in asked]
-
-
-def begin(weights: Mapping[str, torch.Tensor]) -> int:
-    """Make adapters, of which new ones change nothing, ones that do; the version of the weights."""
-    from goaly.models.lora import A, B, draw_adapters
-
-    draw_adapters(weights, ADAPTERS_SEED, which=(A, B))
-    return 0
 
 
 def halve(weights: Mapping[str, torch.Tensor]) -> int:
@@ -155,18 +145,13 @@ class Sampler:
     records_choices: bool = False
     updates: bool = False
     """Whether the weights are updated in the middle."""
-    lora: LoraSettings | None = None
-    """Its adapters, if it has some."""
 
     def engine(self) -> "Engine":
         """This rank's engine."""
         from goaly.generate.engine import Engine
 
         torch.set_num_threads(self.generator.threads)  # vLLM allows it no more later
-        engine = Engine(self.generator, self.model, records_choices=self.records_choices, lora=self.lora)
-        if self.lora is not None:
-            engine.apply(lambda: begin(engine.named_tensors()))
-        return engine
+        return Engine(self.generator, self.model, records_choices=self.records_choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +214,6 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
         found.append([])
         for row_length, microbatch_rows in one.packings:
             engine = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows))
-            begin(engine.named_tensors())
             rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
             parts = []
             for part in _by_version(engine, rows, _versions(sequences)):
@@ -300,12 +284,11 @@ def check(config: RunConfig, requests: int) -> Checked:
             asked=asked,
             records_choices=config.moe.replays,
             updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
-            lora=config.trainer.lora,
         )
         scheduling = sample_in_ranks(sampler, file)
         recomputer = Recomputer(
             model=config.model,
-            trainer=config.trainer,
+            trainer=replace(config.trainer, lora=None),
             sequences=file,
             sampler=sampler.generator,
             packings=[(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)],

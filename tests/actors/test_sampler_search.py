@@ -12,8 +12,7 @@ import torch
 
 from goaly.generate import sampler_search
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.lora import A, B, draw_adapters
-from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.train.engine import TrainEngine
 from goaly.train.parity_search import of_tokens
@@ -26,19 +25,14 @@ pytestmark = pytest.mark.timeout(120)
 LENGTH = 60
 
 
-def asked(tmp_path: Path, generator: GeneratorSettings, lora: LoraSettings | None) -> Path:
+def asked(tmp_path: Path, generator: GeneratorSettings) -> Path:
     """A folder that asks what a sampler computes otherwise than a trainer of one rank."""
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", TinyModel(layers=2))), numerics="bitwise")
-    engine = TrainEngine(model, TrainerSettings(lora=lora))
-    if lora is not None:
-        draw_adapters(engine.named_tensors(), 0, which=(A, B))
-        engine.save_for_one(tmp_path / "adapters")
+    engine = TrainEngine(model, TrainerSettings())
     rows = pack(documents(1, lengths=[LENGTH + 1]), rows=1, row_length=LENGTH + 1).rows
     sampler = sampler_search.SearchedSampler(
         model=model,
         generator=generator,
-        lora=lora,
-        adapters=None if lora is None else tmp_path / "adapters",
         tokens=rows["tokens"][0, :LENGTH].tolist(),
         outputs=of_tokens(engine.operations(rows)[0], 0, LENGTH),
     )
@@ -47,19 +41,19 @@ def asked(tmp_path: Path, generator: GeneratorSettings, lora: LoraSettings | Non
 
 
 @pytest.mark.parametrize(
-    ("side", "generator", "lora", "said"),
+    ("side", "generator", "said"),
     [
-        ("sampler", {"tp": 2}, None, "layers.1.attention.wo. The sampler computed the document in one step."),
-        ("parts", {}, None, "layers.1.attention.wo. The sampler computed the document in two steps."),
-        ("decoding", {}, None, "layers.1.attention.wo. The sampler computed the document in steps of one token."),
-        (None, {}, None, "give the document the bits of one trainer rank"),
-        (None, {"tp": 2}, LoraSettings(rank=4), "give the document the bits of one trainer rank"),
+        ("sampler", {"tp": 2}, "layers.1.attention.wo. The sampler computed the document in one step."),
+        ("parts", {}, "layers.1.attention.wo. The sampler computed the document in two steps."),
+        ("decoding", {}, "layers.1.attention.wo. The sampler computed the document in steps of one token."),
+        (None, {}, "give the document the bits of one trainer rank"),
+        (None, {"tp": 2}, "give the document the bits of one trainer rank"),
     ],
 )
 def test_the_first_operation_that_a_sampler_computes_otherwise_is_named_with_the_way_in_which_it_does(  # PC-2
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str | None, generator: Any, lora: Any, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str | None, generator: Any, said: str
 ):
-    folder = asked(tmp_path, GeneratorSettings(max_context=128, max_running=8, **generator), lora)
+    folder = asked(tmp_path, GeneratorSettings(max_context=128, max_running=8, **generator))
     monkeypatch.setattr(sampler_search, "in_ranks", sampler_search.in_ranks)
     if side is None:
         sampler_search.main([str(folder)])

@@ -27,8 +27,6 @@ LORA = (
     "trainer.lora.rank=8",
     "trainer.optimizer.lr=1e-2",
     "evaluation.prompts=2",
-    "model.numerics=bitwise",
-    "generator.on_update=recompute",
     "backlog.max_staleness=0",
     REWARDED,
 )
@@ -52,9 +50,7 @@ def test_a_run_publishes_and_resumes_adapters_and_a_replaced_generator_gets_them
     assert all(0 < step["grad_norm"] < 10 for step in steps)
     assert steps[-1]["generator/verified_updates"] > 0
     assert [step["kl_reference"] for step in steps[::3]] == [0, 0, 0]  # it was just refreshed
-    assert [step["parity/differing_tokens"] for step in steps] == [0] * STEPS  # of the replaced generator, too
-    assert min(step["parity/tokens"] for step in steps) > 0
-    assert {step["ratio_max"] for step in steps} == {1.0}
+    assert all(0 <= step["sampler_kl"] < 1e-3 for step in steps)  # of the replaced generator, too
     elements = LoraSettings(rank=8).elements(architecture(read_config(model)))
     staged = defaultdict(int)
     for event in json.loads((run.folder / "trace.json").read_text())["traceEvents"]:

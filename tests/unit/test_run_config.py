@@ -374,6 +374,8 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
         "generator.engine=native",
         "generator.on_update=keep",
     ]
+    with pytest.raises(ConfigError, match=r"model\.numerics=bitwise: must be fast with trainer\.lora: "):
+        run_config(GRPO, tiny_model_folder, bitwise, recompute, "trainer.lora={}")
     wide = write_tiny_model(tmp_path / "wide", TinyModel(kv_heads=4))
     with pytest.raises(ConfigError, match=r"trainer.tp=4: must be at most 2 .*\ngenerator.tp=4: must be at most 2"):
         run_config(GRPO, wide, bitwise, recompute, "trainer.tp=4", "generator.tp=4")

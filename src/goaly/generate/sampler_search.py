@@ -26,10 +26,9 @@ import torch.distributed as dist
 from goaly.environments import guardian
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.operations import Outputs, by_token, first_other, joined, of_tokens
-from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.models.settings import ModelSettings
 from goaly.parity_requests import with_cache_of
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.weights.sharding import copy_whole
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
@@ -45,9 +44,6 @@ class SearchedSampler:
 
     model: ModelSettings
     generator: GeneratorSettings
-    lora: LoraSettings | None
-    adapters: Path | None
-    """The file of its whole adapters, if it has some."""
     tokens: list[int]
     """The document."""
     outputs: Outputs
@@ -104,10 +100,7 @@ def _compare(rank: int, sampler: SearchedSampler, folder: Path) -> None:
     torch.set_num_threads(sampler.generator.threads)  # vLLM allows it no more later
     one_step = max(sampler.generator.max_step_tokens, len(sampler.tokens))
     generator = with_cache_of(sampler.model, replace(sampler.generator, max_step_tokens=one_step), len(sampler.tokens))
-    engine = Engine(generator, sampler.model, lora=sampler.lora)
-    if sampler.adapters is not None:
-        adapters = torch.load(sampler.adapters)
-        engine.apply(lambda: _copy(adapters, engine.named_tensors()))
+    engine = Engine(generator, sampler.model)
     found = {}
     for way, step_tokens in _steps(sampler.tokens).items():
         mine = _outputs(engine, sampler.tokens, step_tokens, ep=generator.ep)
@@ -132,13 +125,6 @@ def _outputs(engine: "Engine", tokens: list[int], step_tokens: int, *, ep: int) 
     while engine.running:  # with `generator.async_scheduling` the last step has not been read
         engine.step()
     return joined(passes)
-
-
-def _copy(whole: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> int:
-    """Copy this rank's parts of whole tensors; the version of the weights."""
-    for name, tensor in tensors.items():
-        copy_whole(whole[name], tensor)
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
 gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_gpt_oss.py` gpt-oss's, `bitwise_lora.py` adapters, `bitwise_rows.py` softmaxes,
-and `bitwise_decoder.py` puts all of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in
+`bitwise_experts.py` experts, `bitwise_gpt_oss.py` gpt-oss's, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts
+all of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in
 which a row never depends on another.
 
 Products of bfloat16 matrices on a CPU with matrix tiles are those of `bitwise_tiles.py`. All others on a CPU are

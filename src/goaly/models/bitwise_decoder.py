@@ -8,10 +8,8 @@ from torchtitan.models.common.linear import Linear
 from goaly.models.bitwise import BitwiseFeedForward, BitwiseLinear
 from goaly.models.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
 from goaly.models.bitwise_gpt_oss import BitwiseClampedExperts
-from goaly.models.bitwise_lora import BitwiseLoraExperts, BitwiseLoraLinear
 from goaly.models.gpt_oss_layers import ClampedExperts
 from goaly.models.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE
-from goaly.models.lora import LoraExperts, LoraLinear, SeparateQKV
 from goaly.models.settings import SLICES
 from goaly.models.titan_config import fields_of
 
@@ -29,8 +27,6 @@ def make_bitwise(decoder: Any) -> None:
         qkv = getattr(attention, "qkv_linear", None)
         if qkv is None:
             _make_latents_bitwise(attention)
-        elif isinstance(qkv, SeparateQKV.Config):
-            qkv.wq, qkv.wkv, qkv.wv = map(_layer, (qkv.wq, qkv.wkv, qkv.wv))
         else:
             qkv.wqkv = _layer(qkv.wqkv)
         attention.wo = _layer(attention.wo, SLICES)
@@ -60,7 +56,7 @@ def _norm(config: Any) -> Any:
 
 
 def _experts(config: Any) -> Any:
-    kinds = {LoraExperts.Config: BitwiseLoraExperts, ClampedExperts.Config: BitwiseClampedExperts}
+    kinds = {ClampedExperts.Config: BitwiseClampedExperts}
     return kinds.get(type(config), BitwiseExperts).Config(**fields_of(config))
 
 
@@ -69,6 +65,5 @@ def _network(config: Any) -> BitwiseFeedForward.Config:
     return BitwiseFeedForward.Config(**fields_of(config) | layers)
 
 
-def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config | BitwiseLoraLinear.Config:
-    layer = BitwiseLoraLinear if isinstance(config, LoraLinear.Config) else BitwiseLinear
-    return layer.Config(**fields_of(config), slices=slices)
+def _layer(config: Linear.Config, slices: int = 1) -> BitwiseLinear.Config:
+    return BitwiseLinear.Config(**fields_of(config), slices=slices)

@@ -98,7 +98,7 @@ class LoraLinear(Linear):
         by_output = placement == Shard(0)
         assert isinstance(input, DTensor), "tensor-parallel layers exchange DTensors"
         x = input.to_local(grad_placements=[Partial() if by_output else input.placements[0]])
-        out = self._output(x, *(own_part(one) for one in (weight, a, b)))
+        out = self._output(x, *(_own_part(one) for one in (weight, a, b)))
         return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_output else Partial()], run_check=False)
 
     def _output(self, x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class LoraExperts(Experts):
         super().parallelize(parallel_dims)
 
     def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
-        a, b = (own_part(getattr(self, name + which)).transpose(-2, -1) for which in (A, B))
+        a, b = (_own_part(getattr(self, name + which)).transpose(-2, -1) for which in (A, B))
         thin = self._grouped_mm(A=rows, B_t=a, offs=ends_E)
         change = self._grouped_mm(A=thin, B_t=b, offs=ends_E)
         return torch.add(super()._product(rows, name, ends_E), change, alpha=self._scale)
@@ -185,7 +185,7 @@ def train_only_adapters(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str | tuple[str, str] = A) -> None:
+def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str = A) -> None:
     """Fill this rank's part of each A, or of `which` adapters, with numbers that depend on nothing but seed, name and
     place (LR-3)."""
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ def _without(layout: SpmdLayout, dim: int) -> SpmdLayout:
     return SpmdLayout({axis: spmd_types.R if kind == spmd_types.S(dim) else kind for axis, kind in axes.items()})
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a layer's matrix. The gradient of what all tensor-parallel ranks have is the sum of theirs:
     each computes with its part of the rows or columns."""
     if not isinstance(tensor, DTensor):

@@ -83,7 +83,7 @@ def spec_of(
     if numerics == "bitwise":
         from goaly.models.bitwise_decoder import make_bitwise
 
-        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape, device)]:
+        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape, device, lora)]:
             raise ConfigError(problems)
         make_bitwise(decoder)
     return ModelSpec(
@@ -128,8 +128,10 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {canonical_fqn(name): tensor for name, tensor in tensors}
 
 
-def bitwise_problems(shape: Architecture, device: str) -> Iterator[str]:
-    """A line with the numerics that a model of this shape must have, and why, if bitwise ones lack a kernel for it."""
+def bitwise_problems(shape: Architecture, device: str, lora: LoraSettings | None = None) -> Iterator[str]:
+    """One line for each reason why a model of this shape, with these adapters, must have fast numerics."""
+    if lora is not None:
+        yield "must be fast with trainer.lora: bitwise numerics have no layers with adapters"
     if shape.biased and device == "cuda":
         yield "must be fast for gpt-oss on GPUs: the attention kernel that goaly has for them has no sinks and windows"
 

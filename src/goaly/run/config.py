@@ -268,8 +268,10 @@ class RunConfig(Settings):
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if self.model.numerics == "bitwise":
-                own = "" if whose == "model" else f"{at}{whose}.path={settings.path}: "
-                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, device))
+                own, lora = f"{at}{whose}.path={settings.path}: ", None
+                if whose == "model":
+                    own, lora = "", self.trainer.lora
+                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, device, lora))
             if whose == "model":
                 model = shape
                 yield from self.trainer.balance_problems(at.trainer, shape)

@@ -116,26 +116,17 @@ class TrainEngine(ModelEngine):
         return nullcontext() if version == self.policy_version else self._earlier.loaded(version)
 
     def save_for_one(self, path: Path) -> None:
-        """Write what `alone` reads, a folder of the model or a file of its adapters; every rank must call it."""
-        if self.settings.lora is None:
-            return self.save_hf(path)
-        from goaly.models.hf import gathered, write_gathered
-
-        adapters = ((name, gathered(tensor)) for name, tensor in self.named_tensors().items())
-        write_gathered(self._pipeline.gathered(adapters), lambda whole: torch.save(dict(whole), path))
+        """Write what `alone` reads; every rank must call it."""
+        self.save_hf(path)
 
     def model_for_one(self, path: Path) -> ModelSettings:
-        """The model of which `save_for_one` has written all or only the adapters."""
-        return replace(self._of_model, path=str(self._source if path.is_file() else path))
+        """The model that `save_for_one` has written."""
+        return replace(self._of_model, path=str(path))
 
     def alone(self, path: Path) -> "TrainEngine":
         """A frozen copy of this engine on this rank alone, with what `save_for_one` has written."""
         settings = replace(self.settings, pp=1, fsdp=1, tp=1, cp=1, ep=1)
         engine = TrainEngine(self.model_for_one(path), settings, trains=False)
-        if path.is_file():
-            adapters = torch.load(path)
-            for name, tensor in engine.named_tensors().items():
-                tensor.copy_(adapters[name])
         engine.steps_done = self.steps_done
         return engine
 

@@ -105,8 +105,6 @@ def _with_sampler(engine: "TrainEngine", path: Path, alone: Alone, sampler: "Gen
     asked = SearchedSampler(
         model=engine.model_for_one(path),
         generator=sampler,
-        lora=engine.settings.lora,
-        adapters=path if path.is_file() else None,
         tokens=alone.tokens,
         outputs=alone.outputs,
     )

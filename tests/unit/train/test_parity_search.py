@@ -11,8 +11,7 @@ import torch.multiprocessing
 from goaly.errors import ParityError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
-from goaly.models.lora import A, B, draw_adapters
-from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.engine import TrainEngine
@@ -31,7 +30,6 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "fsdp-head": ("dense", {"fsdp": 2}, "lm_head"),
     "tp": ("dense", {"tp": 2}, "layers.0.feed_forward.w1"),
     "tp-head": ("dense", {"tp": 2}, "lm_head"),
-    "tp-lora": ("dense", {"tp": 2, "lora": LoraSettings(rank=4)}, "layers.1.attention.wo"),
     "pp": ("dense", {"pp": 2}, "layers.1.ffn_norm"),
     "experts-tp": ("experts", {"tp": 2}, "layers.1.moe.routed_experts.inner_experts"),
     "cp": ("dense", {"cp": 2}, "layers.1.attention.inner_attention"),
@@ -93,8 +91,6 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
             ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise"), settings, earlier_policies=2
         )
         one = engine.alone(folder)
-        for adapted in (engine, one) if settings.lora else ():
-            draw_adapters(adapted.named_tensors(), 0, which=(A, B))
         packed = as_sampled(one, CHOICES if name == REPLAYED else None)
         share = PackedRows(
             rows=packed.rows[engine.dp_rank :: settings.fsdp],
