@@ -66,8 +66,6 @@ TRAINERS: dict[str, dict[str, int]] = {
     "FSDP 2": {"fsdp": 2},
     "TP 2": {"tp": 2},
     "FSDP 2, TP 2": {"fsdp": 2, "tp": 2},
-    "CP 2": {"cp": 2},
-    "CP 2, TP 2": {"cp": 2, "tp": 2},
 }
 OF_EXPERTS = {"EP 2, 2 threads": {"tp": 2, "ep": 2, "threads": 2}}
 TRAINERS_OF_EXPERTS = {
@@ -75,9 +73,8 @@ TRAINERS_OF_EXPERTS = {
     "TP 2, EP 2": {"tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 2": {"fsdp": 2, "tp": 2, "ep": 2},
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
-    "CP 2, EP 2": {"cp": 2, "ep": 2},
 }
-BRIEF = ("TP 1", f"TP 2, {UPDATES}", "EP 2, 2 threads", "1 rank", "FSDP 2, TP 2", "CP 2")
+BRIEF = ("TP 1", f"TP 2, {UPDATES}", "EP 2, 2 threads", "1 rank", "FSDP 2, TP 2")
 DIFFER_IN_ONE_LAYER = ("tied", "Llama", "DeepSeek-V3")
 """The models that differ from another one in one layer, and have these combinations."""
 SIZES = {

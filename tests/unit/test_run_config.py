@@ -380,7 +380,11 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     with pytest.raises(ConfigError, match=r"trainer.tp=4: must be at most 2 .*\ngenerator.tp=4: must be at most 2"):
         run_config(GRPO, wide, bitwise, recompute, "trainer.tp=4", "generator.tp=4")
     shares = "loss.kl_coef=0.1", "trainer.cp=2", "reference.cp=2", "critic={cp: 2}"
-    assert run_config(PPO, tiny_model_folder, bitwise, recompute, *shares)
+    with pytest.raises(ConfigError) as error:
+        run_config(PPO, tiny_model_folder, bitwise, recompute, *shares)
+    assert [problem.partition(", which")[0] for problem in error.value.problems] == [
+        f"{section}.cp=2: must be 1 with model.numerics=bitwise" for section in ("trainer", "reference", "critic")
+    ]
     experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
     divided = "trainer.fsdp=2", "trainer.ep=2", "generator.tp=2", "generator.ep=2"
     assert run_config(GRPO, experts, bitwise, recompute, *divided)

@@ -7,13 +7,12 @@ documents into pages and calls the same kernel; its gradient is that of the ordi
 goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator; it has no sinks
 and no windows.
 
-Shape suffixes: B rows, L tokens of a row, T tokens, Q those of them that attend, N query heads, K key heads, H head
+Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head
 dim, V that of values, which latent attention has narrower, P pages, S slots of a page for keys and as many for values,
 M most pages of a document.
 
 Invariants
-    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, packing, and
-          share of a packing's tokens.
+    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and packing.
 """
 
 import platform
@@ -144,7 +143,7 @@ def by_token(
 class Pages(Protocol):
     """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Write keys and values into pages; the attention of the queries over them."""
         ...
 
@@ -159,9 +158,8 @@ class PagedDocuments:
     pages: int
 
     @classmethod
-    def of(cls, positions_BL: torch.Tensor, places_Q: torch.Tensor | None = None) -> "PagedDocuments":
-        """Find the documents in positions that restart at 0, and give each its own pages. The tokens at these places of
-        the flattened rows attend; None: all do."""
+    def of(cls, positions_BL: torch.Tensor) -> "PagedDocuments":
+        """Find the documents in positions that restart at 0, and give each its own pages."""
         packed = PackedDocuments.of(positions_BL)
         offset_T = packed.offset_T
         document_T = (offset_T == 0).cumsum(0) - 1
@@ -170,17 +168,16 @@ class PagedDocuments:
         first = torch.cumsum(pages, 0) - pages
         longest = torch.arange(int(pages.max()), device=pages.device)
         pages_DM = (first[:, None] + longest).clamp_(max=int(pages.sum()) - 1)
-        attending = slice(None) if places_Q is None else places_Q
         return cls(
             packed=packed,
-            queries=Queries((offset_T[attending] + 1).int(), pages_DM[document_T[attending]].int()),
+            queries=Queries((offset_T + 1).int(), pages_DM[document_T].int()),
             slot_T=first[document_T] * PAGE + offset_T,
             pages=int(pages.sum()),
         )
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        """The attention of each token that attends, in its document."""
-        return _attention(self.queries, q_QNH, k_TKH, v_TKV, _empty_pages(self.pages, k_TKH), self.slot_T, scoring)
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """The attention of each token in its document."""
+        return _attention(self.queries, q_TNH, k_TKH, v_TKV, _empty_pages(self.pages, k_TKH), self.slot_T, scoring)
 
 
 class GrowingDocument:
@@ -197,15 +194,15 @@ class GrowingDocument:
         self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
         return self
 
-    def attend(self, q_QNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """The attention of the pass's tokens; each call in a pass is another layer's."""
         if self._layer == len(self._caches):
             self._caches.append(_empty_pages(self._pages, k_TKH))
         cache_PKSH = self._caches[self._layer]
         self._layer += 1
-        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_QNH.device)
-        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_QNH.device).repeat(self._now, 1)
-        return _attention(Queries((slot_T + 1).int(), pages_TM), q_QNH, k_TKH, v_TKV, cache_PKSH, slot_T, scoring)
+        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_TNH.device)
+        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_TNH.device).repeat(self._now, 1)
+        return _attention(Queries((slot_T + 1).int(), pages_TM), q_TNH, k_TKH, v_TKV, cache_PKSH, slot_T, scoring)
 
 
 class BitwiseAttention(PackedAttention):
@@ -239,22 +236,13 @@ class BitwiseAttention(PackedAttention):
                 q, k, v, grad = given
                 return packed_gradients(q, k, v, grad, attention_masks.packed, scale)
             ordinary = partial(PackedAttention.forward, self, attention_masks=attention_masks.packed, scale=scale)
-            return gradients_of(lambda q, k, v, sinks: ordinary(q, k, v, sinks_N=sinks), *given)
+            return _gradients_of(lambda q, k, v, sinks: ordinary(q, k, v, sinks_N=sinks), *given)
 
-        return paged_attention(
-            q_BLNH, k_BLNH, v_BLNH, attention_masks, Scoring(scale, self._window, sinks_N), gradients
-        )
-
-
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, scoring: Scoring, gradients: Gradients
-) -> torch.Tensor:
-    """The attention of rows' queries over these pages (BA-1), whose backward pass is `gradients`."""
-    sinks = () if scoring.sinks_N is None else (scoring.sinks_N,)
-    return _Paged.apply(pages, scoring, gradients, q, k, v, *sinks)
+        scoring, sinks = Scoring(scale, self._window, sinks_N), () if sinks_N is None else (sinks_N,)
+        return _Paged.apply(attention_masks, scoring, gradients, q_BLNH, k_BLNH, v_BLNH, *sinks)
 
 
-def gradients_of(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gradients_of(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The gradients of this attention, which is computed once more: of its inputs, given these and that of its
     output."""
     *inputs, grad = given

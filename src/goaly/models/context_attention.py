@@ -6,15 +6,12 @@ normalizers, and the backward pass of each is that of the merged result. No matr
 it is the attention of one rank with fewer queries than keys (`sink_attention.py`). On a GPU it is one variable-length
 attention with more keys than queries.
 
-With `model.numerics=bitwise` each token of the share is a request of its own over the pages of its document, as on one
-rank (`bitwise_attention.py`). The backward pass is that of the attention above.
-
 Shape suffixes: B = 1, L tokens of a share, T those whose keys it looks at, N query heads, K key heads, G query heads of
 a key head, H head dim, V that of values, Q queries of a stretch, S its keys.
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +19,7 @@ from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.protocols.module import Module
 
 from goaly.models.attention import PackedAttention
-from goaly.models.bitwise_attention import Scoring, gradients_of, paged_attention
 from goaly.models.context_parallel import SharedDocuments
-from goaly.models.settings import Numerics
 from goaly.models.sink_attention import SinkAttention, with_sinks
 from goaly.models.varlen_attention import BuiltInVarlenAttention, VarlenWithSinks, splits, widened
 
@@ -32,15 +27,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def context_attention(device: str, numerics: Numerics, window: int = 0) -> Module.Config:
-    """The inner attention of shares for a kind of device, over the last `window` tokens or over all; its mask is a
-    `SharedDocuments`."""
-    window_size = (window - 1, 0)
-    if numerics == "bitwise":
-        return BitwiseContextAttention.Config(window_size=window_size)
-    if device == "cuda":
-        return ContextVarlenAttention.Config(window_size=window_size)
-    return ContextAttention.Config(window_size=window_size)
+def context_attention(device: str) -> Module.Config:
+    """The inner attention of shares for a kind of device; its mask is a `SharedDocuments`."""
+    return ContextVarlenAttention.Config() if device == "cuda" else ContextAttention.Config()
 
 
 class _Gathering:
@@ -166,38 +155,6 @@ class ContextVarlenAttention(_Gathering, BuiltInVarlenAttention):
             options: dict[str, Any] = {"num_splits": splits(), "window_size": self.window_size} | groups
             out = varlen_attn(q, k, v, ends_q, ends_k, max(queries), max(lengths), scale=scale, **options)
         return out[None, ..., :width].to(q_BLNH.dtype)
-
-
-class BitwiseContextAttention(_Gathering, PackedAttention):
-    """Inner attention of `model.numerics=bitwise`."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(PackedAttention.Config):
-        """Packed attention's."""
-
-    def over(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BTKH: torch.Tensor,
-        v_BTKV: torch.Tensor,
-        documents: SharedDocuments,
-        scale: float,
-        sinks_N: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The attention over keys and values that are gathered, with the bits of one rank (BA-1)."""
-
-        ordinary = _ordinary(q_BLNH.device.type, self._window)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
-            return ordinary.over(q, k, v, documents, scale, sinks[0] if sinks else None)
-
-        scoring = Scoring(scale, self._window, sinks_N)
-        return paged_attention(q_BLNH, k_BTKH, v_BTKV, documents.paged, scoring, partial(gradients_of, attend))
-
-
-@cache
-def _ordinary(device: str, window: int) -> ContextAttention | ContextVarlenAttention:
-    return context_attention(device, "fast", window).build()
 
 
 class _Continued(torch.autograd.Function):

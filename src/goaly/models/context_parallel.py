@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from goaly.models.attention import PackedDocuments
-from goaly.models.bitwise_attention import PagedDocuments
 
 
 class Stretch(NamedTuple):
@@ -84,8 +83,6 @@ class SharedDocuments:
     is_cut: bool
     positions_L: torch.Tensor
     """In CPU memory."""
-    positions_1T: torch.Tensor
-    """Those of the whole pass, on the device that computes."""
 
     @cached_property
     def started(self) -> PackedDocuments:
@@ -103,14 +100,6 @@ class SharedDocuments:
             queries += found
             keys += [prefix + one for one in found]
         return queries, keys
-
-    @cached_property
-    def paged(self) -> PagedDocuments:
-        """The pages of the documents that the keys are of, for the queries of the share."""
-        places = self.ranks.share(self.positions_1T.shape[1]).to(self.positions_1T.device)
-        if self.is_cut:
-            return PagedDocuments.of(self.positions_1T, places)
-        return PagedDocuments.of(self.positions_1T[:, places])
 
     def gathered(self, k_1LKH: torch.Tensor, v_1LKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that stretches count in; every rank of the group must call it (CP-3)."""
@@ -142,7 +131,6 @@ class ContextRanks:
             stretches=stretches(positions_T, self.rank, self.count),
             is_cut=is_cut(positions_T, self.count),
             positions_L=positions_T[self.share(len(positions_T))],
-            positions_1T=positions_1T,
         )
 
     def joined(

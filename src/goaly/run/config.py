@@ -21,7 +21,7 @@ from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.host_settings import HostSettings
 from goaly.telemetry.settings import TelemetrySettings
-from goaly.train.settings import CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
+from goaly.train.settings import NOT_BITWISE, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
 
@@ -322,6 +322,9 @@ class RunConfig(Settings):
                 "tokens before it again, with other experts than it recorded for them; bitwise routers need no replay"
             )
         others = [(at.reference, self.reference), *([] if self.critic is None else [(at.critic, self.critic)])]
+        for section, ranks in [(at.trainer, self.trainer), *others]:
+            if ranks.cp > 1:
+                yield f"{section.cp}: {NOT_BITWISE}"
         for section, ranks in [(at.trainer, self.trainer), (at.generator, self.generator), *others]:
             if ranks.tp > 1 and device == "cuda":
                 untried = "where its kernels have not been tried with a part of a layer yet"

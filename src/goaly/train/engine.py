@@ -53,7 +53,7 @@ class TrainEngine(ModelEngine):
         if model.numerics == "bitwise":
             from goaly.train.parity_check import ParityCheck
 
-            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp * settings.cp, reports=self.leads)
+            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp, reports=self.leads)
         live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
         self._earlier = EarlierPolicies(live, earlier_policies, getattr(torch, model.dtype))
 

@@ -72,7 +72,7 @@ class ModelEngine(ABC):
         if model.numerics == "bitwise":
             from goaly.models.bitwise import row_multiple
 
-            self._row_multiple = math.lcm(self._row_multiple, settings.cp * row_multiple())
+            self._row_multiple = math.lcm(self._row_multiple, row_multiple())
         self._steps_done = torch.zeros((), dtype=torch.int64)
         self._digest: Digest | None = None
         self._optimizer = None

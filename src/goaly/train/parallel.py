@@ -24,7 +24,7 @@ from goaly.models.settings import ModelSettings
 from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, versioned_tensors
 from goaly.models.titan_config import divide
 from goaly.train.pipeline import Pipeline, Stage, keep_stage, stage_of
-from goaly.train.settings import AXES, NEEDS_GPU, OFFLOAD_NEEDS_GPU, TrainerSettings
+from goaly.train.settings import AXES, NEEDS_GPU, NOT_BITWISE, OFFLOAD_NEEDS_GPU, TrainerSettings
 
 if TYPE_CHECKING:
     from goaly.models.context_parallel import ContextRanks
@@ -64,6 +64,8 @@ def build_parallel(
 
     With `offload` the parameters stay in CPU memory, and a GPU fetches one block at a time.
     """
+    if trainer.cp > 1 and settings.numerics == "bitwise":
+        raise ConfigError([f"cp={trainer.cp}: {NOT_BITWISE}"])
     device = prepare_torchtitan()
     _quieten()
     _check_ranks(trainer, device, needs_group=trains or trainer.ranks > 1)
@@ -75,7 +77,7 @@ def build_parallel(
     from goaly.models.lora import draw_adapters, note_base
 
     lora = trainer.lora
-    attention = None if trainer.cp == 1 else context_attention(device.type, settings.numerics)
+    attention = None if trainer.cp == 1 else context_attention(device.type)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     if device.type == "cpu" and settings.numerics == "fast":
         from goaly.models.cpu_layers import LeanLinear, replace_linears

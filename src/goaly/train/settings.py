@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 AXES = ("pp", "fsdp", "tp", "cp")
+NOT_BITWISE = "must be 1 with model.numerics=bitwise, which has no context parallelism, or model.numerics fast"
+"""Why ranks with bitwise numerics cannot divide the tokens of a pass."""
 """The settings whose product is the number of ranks."""
 TIED_STAGES = "for tied embeddings: the first and the last stage would each need the weight that the other one changes"
 SHARED_PLANS = 128

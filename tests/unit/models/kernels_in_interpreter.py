@@ -23,7 +23,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
@@ -33,7 +32,6 @@ prepare_torchtitan()
 
 from goaly.models import bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
-from goaly.models.context_parallel import ContextRanks  # noqa: E402
 from goaly.models.settings import ModelSettings  # noqa: E402
 from goaly.models.tiny import TinyModel, write_tiny_model  # noqa: E402
 from goaly.train.settings import TrainerSettings  # noqa: E402
@@ -175,18 +173,6 @@ def a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm()
             assert not out[-2:].any()
 
 
-def a_shares_attention_has_the_bits_of_the_whole() -> None:  # CP-2
-    positions = torch.cat([torch.arange(length) for length in (*LENGTHS, 1)])[None]
-    for dtype in DTYPES:
-        q, k, v = (random(80, count, WIDTH, seed=count).to(dtype) for count in (HEADS, KV_HEADS, KV_HEADS))
-        scoring = bitwise_attention.Scoring(WIDTH**-0.5)
-        whole = bitwise_attention.PagedDocuments.of(positions).attend(q, k, v, scoring)
-        for rank in range(2):
-            ranks = ContextRanks(group=dist.GroupMember.NON_GROUP_MEMBER, rank=rank, count=2)
-            mine = ranks.documents(positions).paged.attend(q[ranks.share(80)], k, v, scoring)
-            assert torch.equal(mine, whole[ranks.share(80)])
-
-
 def attention_has_values_and_gradients_of_the_ordinary_one() -> None:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     shapes = [(1, sum(LENGTHS), *heads) for heads in ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, WIDTH - 8))]
@@ -257,7 +243,6 @@ CLAIMS: tuple[Callable[[], None], ...] = (
     a_rows_norm_and_softmaxes_are_torchs_and_the_same_in_any_rows,
     attention_has_values_and_gradients_of_the_ordinary_one,
     a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm,
-    a_shares_attention_has_the_bits_of_the_whole,
     a_trainer_takes_a_step_with_the_gradients_of_fast_numerics,
     a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit,
 )

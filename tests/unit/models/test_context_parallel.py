@@ -13,8 +13,7 @@ from torch.testing import assert_close
 
 from goaly.models import varlen_attention
 from goaly.models.attention import PackedAttention, PackedDocuments
-from goaly.models.bitwise_attention import BitwiseAttention, PagedDocuments
-from goaly.models.context_attention import BitwiseContextAttention, ContextAttention, ContextVarlenAttention
+from goaly.models.context_attention import ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
 from tests.unit.models.varlen_kernel import kernel, kernel_gradients, kernel_with_sums
 
@@ -136,17 +135,15 @@ SHARES = [
         (ContextAttention, torch.float32),
         (ContextAttention, torch.bfloat16),
         (ContextVarlenAttention, torch.bfloat16),
-        (BitwiseContextAttention, torch.float32),
-        (BitwiseContextAttention, torch.bfloat16),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("documents", "heads"), SHARES, ids=str)
-def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, SA-1, BA-1
+def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, SA-1
     documents: tuple[list[int], int],
     heads: Heads,
     dtype: torch.dtype,
-    kind: type[ContextAttention | ContextVarlenAttention | BitwiseContextAttention],
+    kind: type[ContextAttention | ContextVarlenAttention],
     monkeypatch: pytest.MonkeyPatch,
 ):
     lengths, ranks = documents
@@ -154,9 +151,6 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
     monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
     monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
     window_size = ((heads.window or 0) - 1, 0)
-    if dtype == torch.bfloat16:  # exact shares have the gradients of the GPU's kernel, which has no float32
-        of_gpu = ContextVarlenAttention.Config(window_size=window_size).build()
-        monkeypatch.setattr("goaly.models.context_attention._ordinary", lambda *_: of_gpu)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)
     sizes = [(heads.queries, 32), (heads.keys, 32), (heads.keys, heads.value_dim), (heads.queries, heads.value_dim)]
@@ -185,10 +179,5 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
     packed, masks = PackedAttention.Config(window_size=window_size).build(), PackedDocuments.of(positions_T[None])
     expected = attended(lambda q, k, v, *sinks: packed(q, k, v, attention_masks=masks, **named(sinks)))
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
-    of_shares = attended(in_shares)
-    for found, one in zip(of_shares, expected, strict=True):
+    for found, one in zip(attended(in_shares), expected, strict=True):
         assert_close(found, one, **tolerance)
-    if kind is BitwiseContextAttention:
-        pages = PagedDocuments.of(positions_T[None])
-        exact = BitwiseAttention.Config(window_size=window_size).build()
-        assert torch.equal(of_shares[0], exact(q, k, v, attention_masks=pages, **named(sinks)))

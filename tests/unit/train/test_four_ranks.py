@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "few-experts-fsdp": {"fsdp": 4, "microbatch_rows": 1},
     "few-experts-fsdp-tp-ep": {"fsdp": 2, "tp": 2, "ep": 2},
     "bitwise-experts-fsdp-tp-ep2": {"fsdp": 2, "tp": 2, "ep": 2},
-    "bitwise-experts-tp-cp-ep": {"tp": 2, "cp": 2, "ep": 4, "activation_checkpointing": "full"},
+    "experts-tp-cp-ep": {"tp": 2, "cp": 2, "ep": 4, "activation_checkpointing": "full"},
 }
 """Of `few-experts` each is divided, because there are more ranks."""
 REPLAYED = [name for name in LAYOUTS if "fsdp-tp-ep4" in name and "bitwise" not in name]

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
-from goaly.models.context_parallel import is_cut
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
@@ -60,12 +59,8 @@ LAYOUTS = {
     "lora-experts-tp-ep": {"tp": 2, "ep": 2},
     "cp": {"cp": 2},
     "experts-cp": {"cp": 2},
-    "bitwise-cp": {"cp": 2},
-    "bitwise-experts-cp-ep": {"cp": 2, "ep": 2},
     "latent-cp": {"cp": 2},
-    "bitwise-latent-cp": {"cp": 2},
     "sinks-cp": {"cp": 2},
-    "bitwise-sinks-cp-ep": {"cp": 2, "ep": 2},
 }
 WHOLE = [name for name in LAYOUTS if "lora" not in name]
 """The layouts in which all parameters are trained."""
@@ -74,8 +69,6 @@ REPLAYED = ("experts-tp", "experts-fsdp-ep", "experts-tp-ep", "shared-experts-tp
 REWRITTEN = ("fsdp", "tp", "bitwise-tp", "experts-fsdp-ep", "latent-tp", "cp")
 JUDGED = ("fsdp", "tp", "bitwise-fsdp", "experts-tp-ep", "latent-fsdp-ep", "cp")
 """Layouts of one more property each, which have every way in which it depends on the layout."""
-ROUNDED = ("bitwise-cp", "bitwise-experts-cp-ep", "bitwise-latent-cp", "bitwise-sinks-cp-ep")
-"""Layouts whose bits are compared in bfloat16, too."""
 EVERY_LOSS = ("fsdp", "experts-fsdp-ep", "cp")
 """The layouts with every objective; what a loss adds up over ranks depends on nothing else of the layout."""
 LORA = LoraSettings(rank=8, alpha=24.0, seed=3)
@@ -84,8 +77,6 @@ LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_laye
 SINKS = {"num_local_experts": 4, "num_hidden_layers": 1, "intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)
 BIAS_RATE = 0.01
-ONE_ROW = ((30, 20, 14), (16, 32, 16))
-"""Documents of a row: some are cut between the shares of two ranks, and none is."""
 CHECKPOINTED = "_checkpoint_wrapped_module."
 """In the names of parameters in blocks that are computed again."""
 ROWS = 4
@@ -247,13 +238,6 @@ def replayed(folder: Path, settings: TrainerSettings, layers: int = 1) -> dict[s
     return {"metrics": metrics, "frozen": frozen, "after": engine.logprobs(share.rows), "dp_rank": engine.dp_rank}
 
 
-def rounded(folder: Path, settings: TrainerSettings) -> list[torch.Tensor]:
-    """Log-probs of single rows in bfloat16."""
-    engine = TrainEngine(dataclasses.replace(model_of(folder), dtype="bfloat16"), settings, trains=False)
-    rows = [pack(documents(len(one), lengths=one), rows=1, row_length=sum(one)).rows for one in ONE_ROW]
-    return [engine.logprobs(row) for row in rows]
-
-
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {axis: getattr(settings, axis) for axis in (*AXES, "ep")}
@@ -281,7 +265,6 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
             ("rewritten", rewritten, REWRITTEN),
             ("parts", in_parts, IN_PARTS),
             ("replayed", replayed, REPLAYED),
-            ("rounded", rounded, ROUNDED),
         ):
             if name in layouts:
                 torch.save(of(models / name, settings), out / f"{name}.{property}.{rank}")
@@ -317,20 +300,6 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
         rows = alone["logprobs"][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
         assert torch.equal(found["logprobs"], rows) or "bitwise" not in layout  # BW-2, BE-2
         assert found["angles"] == 1
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", ROUNDED)
-def test_shares_of_a_row_have_the_bits_of_the_whole_in_bfloat16_whether_documents_are_cut_or_not(  # BA-1, CP-4
-    results: tuple[dict[str, dict[str, Any]], Path], layout: str
-):
-    _, out = results
-    cut = [is_cut(torch.cat([torch.arange(length) for length in one]), 2) for one in ONE_ROW]
-    assert cut == [True, False]
-    alone = rounded(out / MODELS / layout, settings_of(layout, ALONE))
-    for rank in range(2):
-        found = torch.load(out / f"{layout}.rounded.{rank}", weights_only=False)
-        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
 
 
 @pytest.mark.timeout(240)

@@ -32,9 +32,6 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp-head": ("dense", {"tp": 2}, "lm_head"),
     "pp": ("dense", {"pp": 2}, "layers.1.ffn_norm"),
     "experts-tp": ("experts", {"tp": 2}, "layers.1.moe.routed_experts.inner_experts"),
-    "cp": ("dense", {"cp": 2}, "layers.1.attention.inner_attention"),
-    "cp-head": ("dense", {"cp": 2}, "lm_head"),
-    "experts-cp-ep": ("experts", {"cp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
     "experts-fsdp-ep": ("experts", {"fsdp": 2, "ep": 2}, "layers.0.moe.routed_experts"),
 }
 """Models, ranks, and an operation that the last rank computes wrongly."""
