@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from bench.gpu_trainer import STEPS, timed
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
-from tests.random_model import write_random_deepseek
 
 MOST_TOKENS = 8192
 COUNTS = (1, 2, 3, 17, 64, 100, 1000)
@@ -24,8 +23,6 @@ STARTS = (0, 1, 63, 200)
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": write_tiny_model,
     "experts": partial(write_tiny_model, size=TinyModel(experts=8)),
-    "shared_experts": partial(write_tiny_model, size=TinyModel(experts=8, shared_experts=1)),
-    "latent_attention": write_random_deepseek,
 }
 """The models that are sampled and recomputed."""
 
@@ -108,12 +105,12 @@ def _check_experts(x_TD: torch.Tensor, weight_ND: torch.Tensor, experts: int) ->
 def _attention(sizes: Sizes, drawn: Callable[..., torch.Tensor]) -> float:
     """Compare a document packed as in the trainer with a part of it in vLLM's pages; the time over torch's."""
     from goaly.models import bitwise_kernels as kernels
-    from goaly.models.bitwise_attention import PAGE, GrowingDocument, Scoring
+    from goaly.models.bitwise_attention import PAGE, GrowingDocument
 
     length, heads, kv_heads, width = sizes.context, sizes.heads, sizes.kv_heads, sizes.head_dim
     q, k, v = (drawn(length, count, width) for count in (heads, kv_heads, kv_heads))
-    scoring = Scoring(width**-0.5)
-    whole = GrowingDocument(length).next(length).attend(q, k, v, scoring)
+    scale = width**-0.5
+    whole = GrowingDocument(length).next(length).attend(q, k, v, scale)
     slots = PAGE // 2
     pages = torch.randperm(-(-length // slots), device=q.device).int()
     cache = drawn(len(pages), slots, kv_heads, 2 * width).transpose(1, 2)
@@ -124,13 +121,13 @@ def _attention(sizes: Sizes, drawn: Callable[..., torch.Tensor]) -> float:
         part = at[start : start + 5]
         out = torch.empty_like(q[part])
         pages_TM = pages.expand(len(part), -1).contiguous()
-        kernels.attend(q[part], keys, values, out, (part + 1).int(), pages_TM, scoring.scale)
+        kernels.attend(q[part], keys, values, out, (part + 1).int(), pages_TM, scale)
         if not torch.equal(out, whole[part]):
             raise AssertionError(
                 f"attention: tokens from {start} on have other bits in vLLM's pages than in the trainer's"
             )
     shown = [one.transpose(0, 1)[None] for one in (q, k, v)]
-    mine = timed(lambda: GrowingDocument(length).next(length).attend(q, k, v, scoring), STEPS)
+    mine = timed(lambda: GrowingDocument(length).next(length).attend(q, k, v, scale), STEPS)
     plain = timed(lambda: F.scaled_dot_product_attention(*shown, is_causal=True, enable_gqa=heads != kv_heads), STEPS)
     return mine / plain
 

@@ -8,16 +8,14 @@ trainer recomputes on three packings what each of them sampled. `tokens` counts 
 `differing_tokens` those that are not equal. `preemptions`, `prompts_in_parts` and `prefix_hits` are the least of any
 generator: none may be 0.
 
-The models are tiny: a dense one, one with experts, a dots.llm1 with a dense layer, shared experts, groups and biases,
-and a gpt-oss. A tied model, a Llama and a DeepSeek-V3 have a few of the combinations. Two are left out because others
-contain them: the generators of TP 2 and of EP 2 with one thread and without an update.
+The models are tiny: a dense one and one with experts. A tied model and a Llama have a few of the combinations. Two are
+left out because others contain them: the generators of TP 2 and of EP 2 with one thread and without an update.
 
 `generate_cost` and `train_cost` are the CPU seconds of bitwise numerics over those of the fast ones, in one process of
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
-median over the rounds' ratios. All of three tiny random models, a dense one, one with experts and one that has shared
-experts, too, or of `--model`; both sides have the same. The costs of a model with experts begin with `experts_`, with
-shared ones with `shared_experts_`. On a CPU with matrix tiles those in bfloat16 are measured, too, and have `bfloat16_`
+median over the rounds' ratios. All of two tiny random models, a dense one and one with experts, or of `--model`; both
+sides have the same. The costs of a model with experts begin with `experts_`. On a CPU with matrix tiles those in bfloat16 are measured, too, and have `bfloat16_`
 before that, such as `bfloat16_experts_train_cost`. `wide_` is before those of a dense model that is 2,048 wide and has
 two layers.
 
@@ -45,7 +43,7 @@ from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_rank
 from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
-from tests.random_model import write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_llama
+from tests.random_model import write_random_llama
 
 TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 1
 LONGEST = 512
@@ -75,22 +73,15 @@ TRAINERS_OF_EXPERTS = {
     "FSDP 2, TP 2, EP 4": {"fsdp": 2, "tp": 2, "ep": 4},
 }
 BRIEF = ("TP 1", f"TP 2, {UPDATES}", "EP 2, 2 threads", "1 rank", "FSDP 2, TP 2")
-DIFFER_IN_ONE_LAYER = ("tied", "Llama", "DeepSeek-V3")
+DIFFER_IN_ONE_LAYER = ("tied", "Llama")
 """The models that differ from another one in one layer, and have these combinations."""
-SIZES = {
-    "dense": TinyModel(),
-    "experts": TinyModel(experts=8),
-    "shared experts": TinyModel(experts=8, shared_experts=1),
-}
+SIZES = {"dense": TinyModel(), "experts": TinyModel(experts=8)}
 """The models of the costs."""
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": write_tiny_model,
     "experts": partial(write_tiny_model, size=SIZES["experts"]),
-    "dots.llm1": partial(write_random_dots, n_group=4, topk_group=2),
-    "gpt-oss": write_random_gpt_oss,
     "tied": partial(write_tiny_model, size=TinyModel(tied=True)),
     "Llama": write_random_llama,
-    "DeepSeek-V3": write_random_deepseek,
 }
 """The models whose log-probs are compared."""
 WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
@@ -217,7 +208,7 @@ def costs(models: Mapping[str, str], folder: Path) -> Iterator[Result]:
     types = {"": "float32"} | ({"bfloat16_": "bfloat16"} if has_tiles() else {})
     for (of_type, dtype), model in product(types.items(), models.values()):
         shape = architecture(read_config(model))
-        kind = "shared_experts_" if shape.shared_hidden_dim else "experts_" if shape.experts else ""
+        kind = "experts_" if shape.experts else ""
         yield Result(seconds={f"{of_type}{kind}train_cost": training(model, dtype)})
         yield Result(seconds={f"{of_type}{kind}generate_cost": generation(model, dtype)})
     if "dense" in models and has_tiles():

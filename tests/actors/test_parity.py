@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_model import (
-    native_tensors,
-    write_random_deepseek,
-    write_random_dots,
-    write_random_gpt_oss,
-    write_random_llama,
-    write_random_model,
-)
+from random_model import native_tensors, write_random_llama, write_random_model
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
@@ -38,8 +31,6 @@ CACHED = 800
 """Tokens that the cache holds: fewer than those of the requests that run, so some are preempted."""
 PACKINGS = [(LONGEST, 1), (350, 2), (1024, 4)]
 """Row lengths, and rows of a microbatch."""
-GROUPED = {"n_group": 4, "topk_group": 2}
-"""Of dots.llm1's experts: a token chooses two of four groups."""
 
 
 def limits(model: ModelSettings, step_tokens: int, **ranks: int) -> GeneratorSettings:
@@ -103,10 +94,6 @@ def one_model(folder: Path, options: dict[str, Any]) -> tuple[list[int], int, in
     tokens = sum(int(one["trained"].sum()) for one in sequences)
     counts = both.counter.counts
     return both.differing(sequences), tokens, counts.preemptions, counts.prompts_in_parts
-
-
-def models(folders: Sequence[Path], options: dict[str, Any]) -> list[tuple[list[int], int, int, int]]:
-    return [one_model(folder, options) for folder in folders]
 
 
 def in_steps(folder: Path, dtype: str, step_tokens: Sequence[int]) -> tuple[list[list[Any]], list[int]]:
@@ -198,16 +185,6 @@ def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(the
             assert all(column.equal(same[name]) for name, column in one.items())
 
 
-def test_choices_of_experts_beside_shared_ones_and_with_biases_are_replayed_to_the_bit(  # BE-1 BE-3 BG-1
-    there: Any, tmp_path: Path
-):
-    folders = [write_random_dots(tmp_path / "dots", n_shared_experts=2, **GROUPED)]
-    folders.append(write_random_gpt_oss(tmp_path / "sinks"))
-    for differing, tokens, *_ in there(models, folders, {}):
-        assert differing == [0] * 2 * len(PACKINGS)
-        assert tokens > 1000
-
-
 @pytest.fixture
 def sample(tmp_path: Path) -> Callable[..., Path]:
     """Writes a file of what a generator samples, over an update of the weights. It must have had prefixes in its cache,
@@ -250,26 +227,6 @@ def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_an
     assert found[0].tokens > 1000
 
 
-def test_ranks_add_shared_experts_and_biases_alike_however_either_side_divides_the_model(tmp_path: Path):  # BE-3, BG-1
-    folders = write_random_deepseek(tmp_path / "latent"), write_random_gpt_oss(tmp_path / "sinks")
-    asked = mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST)
-    files = {}
-    for folder in folders:
-        model = ModelSettings(path=str(folder), dtype="bfloat16", numerics="bitwise")
-        generator = limits(model, 48, tp=2)
-        file = files[model] = folder / "sequences"
-        assert sample_in_ranks(Sampler(model=model, generator=generator, asked=asked), file).preemptions > 0
-    for degrees in ({"fsdp": 2, "ep": 2}, {"tp": 2, "ep": 2}):  # `bench.parity` has all combinations
-        trainer = TrainerSettings(**degrees)
-        recomputers = [
-            Recomputer(model=model, trainer=trainer, sequences=file, packings=PACKINGS[1:])
-            for model, file in files.items()
-        ]
-        for model, found in zip(files, recompute_in_ranks(recomputers), strict=True):
-            assert [one.differing for one in found] == [0] * 2, (degrees, model.path)
-            assert found[0].tokens > 1000
-
-
 def test_fast_numerics_do_not(there: Any, tmp_path: Path):
     write_tiny_model(tmp_path, TinyModel(layers=2))
     differing, tokens, *_ = there(one_model, tmp_path, {"numerics": "fast"})
@@ -281,12 +238,8 @@ WITH_EXPERTS = partial(write_random_model, experts=8)
 
 @pytest.mark.parametrize(
     ("write", "dtype", "replays", "step_tokens"),
-    [
-        (write_random_model, "float32", False, 32),
-        (WITH_EXPERTS, "bfloat16", True, 4096),
-        (write_random_deepseek, "float32", False, 32),
-    ],
-    ids=["dense-in-parts", "replayed-experts", "latent-attention-in-parts"],
+    [(write_random_model, "float32", False, 32), (WITH_EXPERTS, "bfloat16", True, 4096)],
+    ids=["dense-in-parts", "replayed-experts"],
 )
 def test_an_update_in_the_middle_of_answers_leaves_the_bits_of_each_versions_tokens_but_for_replayed_experts(
     there: Any, tmp_path: Path, write: Callable[..., Path], dtype: str, replays: bool, step_tokens: int

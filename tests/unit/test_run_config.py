@@ -2,10 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from random_model import write_random_deepseek, write_random_gpt_oss
+from random_model import write_random_deepseek, write_random_dots, write_random_gpt_oss
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
@@ -14,6 +15,7 @@ from goaly.config.settings import Section
 from goaly.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
+from goaly.models.spec import model_spec
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import EndpointSettings, RolloutSettings
@@ -388,8 +390,6 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     experts = write_tiny_model(tmp_path / "experts", TinyModel(experts=4))
     divided = "trainer.fsdp=2", "trainer.ep=2", "generator.tp=2", "generator.ep=2"
     assert run_config(GRPO, experts, bitwise, recompute, *divided)
-    shared = write_tiny_model(tmp_path / "shared", TinyModel(experts=4, shared_experts=1))
-    assert run_config(GRPO, shared, bitwise, recompute, *divided, "trainer.expert_bias_rate=0.1")
     replay = "moe.routing=replay"
     with pytest.raises(ConfigError, match=r"moe.routing=replay: must be own with model.numerics=bitwise"):
         run_config(GRPO, experts, bitwise, recompute, replay)
@@ -423,8 +423,8 @@ def test_a_reference_and_a_critic_of_more_ranks_than_can_be_bitwise_are_told_too
         assert problem.startswith(said)
 
 
-def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler_and_sinks(
-    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("goaly.run.config.vllm_device", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -436,16 +436,27 @@ def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_
         assert any(f"{section}.tp=2: must be 1 with model.numerics=bitwise on" in one for one in error.value.problems)
     with pytest.raises(ConfigError, match=r"trainer\.compile=true: must be false with model"):
         run_config(*bitwise, "trainer.compile=true")
-    sinks = write_random_gpt_oss(tmp_path)
-    said = "model.numerics=bitwise: must be fast for gpt-oss on GPUs: the attention kernel"
+
+
+@pytest.mark.parametrize(
+    ("write", "family"),
+    [(write_random_gpt_oss, "gpt_oss"), (write_random_deepseek, "deepseek_v3"), (write_random_dots, "dots1")],
+)
+def test_bitwise_numerics_are_refused_for_other_families_than_those_of_the_recipes(
+    tiny_model_folder: Path, tmp_path: Path, write: Callable[[Path], Path], family: str
+):
+    other = write(tmp_path / "other")
+    said = f"model.numerics=bitwise: must be fast for {family}: bitwise numerics have layers for qwen3 and llama3 only"
     for file, model, overrides, whose in [
-        (GRPO, sinks, [], ""),
-        (GRPO, tiny_model_folder, ["loss.kl_coef=0.1", f"reference.path={sinks}"], f"reference.path={sinks}: "),
-        (PPO, tiny_model_folder, [f"critic.path={sinks}"], f"critic.path={sinks}: "),
+        (GRPO, other, [], ""),
+        (GRPO, tiny_model_folder, ["loss.kl_coef=0.1", f"reference.path={other}"], f"reference.path={other}: "),
+        (PPO, tiny_model_folder, [f"critic.path={other}"], f"critic.path={other}: "),
     ]:
         with pytest.raises(ConfigError) as error:
-            run_config(file, model, *bitwise[2:], *overrides)
-        assert any(problem.startswith(whose + said) for problem in error.value.problems)
+            run_config(file, model, "model.numerics=bitwise", "generator.on_update=recompute", *overrides)
+        assert whose + said in error.value.problems
+    with pytest.raises(ConfigError, match=f"must be fast for {family}"):
+        model_spec(other, numerics="bitwise")  # as in a script without these settings
 
 
 def test_ranks_that_experts_cannot_be_divided_among_are_told_before_anything_starts(

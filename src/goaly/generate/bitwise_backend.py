@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from goaly.models.bitwise_attention import Queries, Scoring, by_token, write_pages
+from goaly.models.bitwise_attention import Queries, by_token, write_pages
 
 
 class BitwiseBackend(CPUAttentionBackend):
@@ -60,8 +60,7 @@ class BitwiseImplementation(CPUAttentionBackendImpl):
         """Attend over the cache; without a description, as in a warm-up, do nothing."""
         if attn_metadata is not None:
             tokens = len(attn_metadata.lengths_T)
-            scoring = Scoring(self.scale, max(self.sliding_window, 0), self.sinks)
-            attn_metadata.attend(query[:tokens], self._pages(kv_cache), output[:tokens], scoring)
+            attn_metadata.attend(query[:tokens], self._pages(kv_cache), output[:tokens], self.scale)
         return output
 
     def do_kv_cache_update(

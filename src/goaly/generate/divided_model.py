@@ -13,7 +13,6 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as torchtitan_distributed
 from torchtitan.distributed.parallel_dims import MeshAxisName
-from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense
 
 from goaly.models.settings import Numerics
@@ -43,8 +42,6 @@ def divided_on_meta(
     torchtitan_distributed.set_spmd_backend("spmd_types")
     dims = ParallelDims.from_config(parallelism, world_size=tp)
     divide(config, parallelism)
-    if numerics == "bitwise":
-        _add_whole_outputs(config)
     if divides_experts:
         _divide_experts(config, tp, rank, numerics)
     with torch.device("meta"):
@@ -100,18 +97,6 @@ def split_dim(model: torch.nn.Module, name: str) -> int | None:
     return placement.dim if isinstance(placement, spmd_types.Shard) else None
 
 
-def _add_whole_outputs(config: Any) -> None:
-    """Let ranks add the outputs of routed and shared experts when both are whole (BE-3), not their parts of both."""
-    whole = dense_activation_placement(tp=spmd_types.I)
-    for layer in config.layers:
-        if layer.moe is None:
-            continue
-        layer.moe.sharding_config.out_src_shardings = whole
-        layer.moe.routed_experts.sharding_config.out_dst_shardings = whole
-        if layer.moe.shared_experts is not None:
-            layer.moe.shared_experts.w2.sharding_config.out_dst_shardings = whole
-
-
 def _divide_experts(config: Any, ranks: int, rank: int, numerics: Numerics) -> None:
     if numerics == "bitwise":
         from goaly.models.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
@@ -125,7 +110,7 @@ def _divide_experts(config: Any, ranks: int, rank: int, numerics: Numerics) -> N
         shardings = experts.inner_experts.sharding_config.state_shardings
         experts.inner_experts.sharding_config.state_shardings = dict.fromkeys(shardings, by_expert)
         if numerics == "bitwise":  # it adds the outputs of all ranks itself, so they are whole
-            experts.sharding_config.out_src_shardings = experts.sharding_config.out_dst_shardings
+            layer.moe.sharding_config.out_src_shardings = layer.moe.sharding_config.out_dst_shardings
         experts.token_dispatcher = OwnExperts.Config(
             num_experts=layer.moe.num_experts,
             top_k=layer.moe.router.top_k,

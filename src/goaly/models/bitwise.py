@@ -2,9 +2,8 @@
 
 Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
 gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_gpt_oss.py` gpt-oss's, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts
-all of them into a model. On a GPU the operations are those of `bitwise_kernels.py`, in
-which a row never depends on another.
+`bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
+GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
 
 Products of bfloat16 matrices on a CPU with matrix tiles are those of `bitwise_tiles.py`. All others on a CPU are
 float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch without it, computes a row
@@ -19,12 +18,11 @@ Invariants
     BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
           of threads, and with any part of the output features.
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
-          parts of them, each rounded to the model's type and added to an equal part of the bias. So one rank and
-          `SLICES` ranks add the same numbers.
+          parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
@@ -71,12 +69,12 @@ class BitwiseLinear(Linear):
         self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the weight, plus the bias if there is one."""
-        weight, bias = self.weight, self.bias
+        """The product with the weight."""
+        weight = self.weight
         if self._packed is not None:
-            return packed_product(input, self._packed, weight.dtype, bias)
+            return packed_product(input, self._packed, weight.dtype)
         if not isinstance(input, DTensor):
-            return self._of_rank(input, of_rank(weight), None if bias is None else of_rank(bias))
+            return self._of_rank(input, of_rank(weight))
         assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
         mesh, (placement,) = weight.device_mesh, weight.placements
         (given,) = input.placements
@@ -91,13 +89,11 @@ class BitwiseLinear(Linear):
                 out_placement = given
                 weight_gradient = Partial() if isinstance(given, Shard) else placement
         x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
-        assert bias is None or (isinstance(bias, DTensor) and not out_placement.is_partial()), "a bias is added once"
-        b = None if bias is None else bias.to_local(grad_placements=[weight_gradient])
-        return DTensor.from_local(self._of_rank(x, w, b), mesh, [out_placement], run_check=False)
+        return DTensor.from_local(self._of_rank(x, w), mesh, [out_placement], run_check=False)
 
-    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The output of a rank that has these parts of the parameters."""
-        return linear(x, weight, self._slices * weight.shape[1] // self.in_features, bias, self._slices)
+    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The output of a rank that has this part of the weight."""
+        return linear(x, weight, self._slices * weight.shape[1] // self.in_features)
 
 
 class BitwiseFeedForward(FeedForward):
@@ -152,26 +148,16 @@ def product_type(weight_NK: torch.Tensor) -> torch.dtype:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """The activation of each element (BW-3)."""
-    return _without_remainder(F.silu, x)
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of each element (BW-3)."""
-    return _without_remainder(torch.sigmoid, x)
-
-
-def _without_remainder(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """torch's function of each element, over a number of elements that has no remainder (BW-3). On a GPU every element
-    is computed alone."""
+    """The activation of each element, over a number of elements that has no remainder (BW-3). On a GPU every element is
+    computed alone."""
     if on_gpu(x):
-        return function(x)
+        return F.silu(x)
     count = x.numel()
     threads = min(torch.get_num_threads(), -(-count // GRAIN))
     remainder = count % (LOOP * max(threads, 1))
     if not remainder:
-        return function(x)
-    return function(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
+        return F.silu(x)
+    return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
 
 
 def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
@@ -186,12 +172,10 @@ def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     return tuple(packed_weight(part_NK.float()) for part_NK in parts)
 
 
-def packed_product(
-    x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype, bias_N: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The product with packed slices of a weight, rounded to this type, plus the bias (BW-2); without a gradient."""
+def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+    """The product with packed slices of a weight, rounded to this type (BW-2); without a gradient."""
     parts = zip(x.chunk(len(packed), -1), packed, strict=True)
-    return _added((_with_packed(*part, dtype) for part in parts), bias_N, len(packed))
+    return reduce(torch.Tensor.add_, (_with_packed(*part, dtype) for part in parts))
 
 
 def _with_packed(x: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -202,54 +186,32 @@ def _with_packed(x: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tens
     return kernels.onednn_mm(packed, x.float().contiguous(), None).to(dtype)
 
 
-def linear(
-    x: torch.Tensor, weight_NK: torch.Tensor, slices: int, bias_N: torch.Tensor | None = None, all_slices: int = 1
-) -> torch.Tensor:
-    """The product with a weight, plus the bias, summed in so many slices of the input features, which are this rank's
-    of `all_slices` (BW-2)."""
-    given = x.reshape(-1, x.shape[-1]), weight_NK, bias_N, slices, all_slices
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    """The product with a weight, summed in so many slices of the input features (BW-2)."""
+    given = x.reshape(-1, x.shape[-1]), weight_NK, slices
     out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
     return out_TN.view(*x.shape[:-1], len(weight_NK))
 
 
-def _sliced(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, slices: int, all_slices: int
-) -> torch.Tensor:
+def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
     parts = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
-    return _added((product(*part) for part in parts), bias_N, all_slices)
-
-
-def _added(products: Iterable[torch.Tensor], bias_N: torch.Tensor | None, all_slices: int) -> torch.Tensor:
-    """The sum of slices' products, each with its part of the bias (BW-2)."""
-    if bias_N is not None:
-        part_N = bias_N / all_slices
-        products = (product_TN.add_(part_N) for product_TN in products)
-    return reduce(torch.Tensor.add_, products)
+    return reduce(torch.Tensor.add_, (product(*part) for part in parts))
 
 
 class _ExactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        slices: int,
-        all_slices: int,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
-        return _sliced(x_TK, weight_NK, bias_N, slices, all_slices)
+        return _sliced(x_TK, weight_NK, slices)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the bias is whole on each of the ranks that add parts of it: all of them have the bias."""
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_TK, weight_NK, grad = quickly_multiplied(*ctx.saved_tensors, grad)
-        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
-        grad_bias = grad.sum(0) if of_bias else None
+        of_x, of_weight, _ = ctx.needs_input_grad
         if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
-            return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), grad_bias, None, None
+            return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), None
         grad_x = torch.mm(grad, weight_NK) if of_x else None
-        return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, grad_bias, None, None
+        return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, None
 
 
 def row_multiple() -> int:

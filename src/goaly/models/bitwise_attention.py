@@ -4,43 +4,29 @@ vLLM's kernel for its paged cache computes a request's queries in tiles whose si
 long requests among threads. Here each token is a request of its own: one query over the keys before it, never divided.
 What the kernel does then depends on the token's position only. The trainer writes the keys and values of its packed
 documents into pages and calls the same kernel; its gradient is that of the ordinary attention. On a GPU the kernel is
-goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator; it has no sinks
-and no windows.
+goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
 
-Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head
-dim, V that of values, which latent attention has narrower, P pages, S slots of a page for keys and as many for values,
-M most pages of a document.
+Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads, H head dim, P pages, S slots of a page
+for keys and as many for values, M most pages of a document.
 
 Invariants
     BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and packing.
 """
 
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 
 from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
 from goaly.models.bitwise import on_gpu
 from goaly.models.cpu_layers import quickly_multiplied
-from goaly.models.varlen_attention import widened
 
-Gradients = Callable[..., tuple[torch.Tensor, ...]]
-"""Those of queries, keys and values, and of sinks if there are some, given these and the gradient of the output."""
 PAGE = 32
 """Tokens of a page of keys and values. The kernel's steps are not longer."""
-
-
-class Scoring(NamedTuple):
-    """How the heads of a layer weight the tokens before a query."""
-
-    scale: float
-    window: int = 0
-    """The tokens that a query sees, itself and the last ones; 0: all."""
-    sinks_N: torch.Tensor | None = None
+NO_WINDOW = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +37,20 @@ class Queries:
     """i32: the tokens up to and including this one."""
     pages_TM: torch.Tensor
     """i32: the pages of the token's document, in order."""
-    _schedules: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By window: 0, 1, …, T as i32, and the CPU kernel's division of the work. All layers have the same heads."""
+    _schedule: list[torch.Tensor] = field(default_factory=list)
+    """0, 1, …, T as i32, and the CPU kernel's division of the work, once made. All layers have the same heads."""
 
-    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scoring: Scoring) -> None:
+    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scale: float) -> None:
         """Write each query's attention over the cache."""
-        scale, window, sinks_N = scoring
         keys, values = cache_PKSH.chunk(2, dim=2)
         if on_gpu(q_TNH):
             from goaly.models import bitwise_kernels
 
-            assert window == 0, "models with windows are refused on GPUs"
-            assert sinks_N is None, "models with sinks are refused on GPUs"
             bitwise_kernels.attend(q_TNH, keys, values, out_TNH, self.lengths_T, self.pages_TM, scale)
             return
-        if window not in self._schedules:
-            self._schedules[window] = self._schedule(q_TNH, keys.shape[1], window)
-        starts_T1, schedule = self._schedules[window]
+        if not self._schedule:
+            self._schedule.extend(self._divided(q_TNH, keys.shape[1]))
+        starts_T1, schedule = self._schedule
         _kernels().cpu_attention_with_kv_cache(
             q_TNH,
             keys,
@@ -78,18 +61,18 @@ class Queries:
             scale,
             True,  # causal
             None,
-            window or -1,
+            NO_WINDOW,
             self.pages_TM,
             0.0,
             schedule,
-            sinks_N,
+            None,
             None,
             1.0,
             1.0,
             "auto",
         )
 
-    def _schedule(self, q_TNH: torch.Tensor, kv_heads: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _divided(self, q_TNH: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, heads, head_dim = q_TNH.shape
         starts_T1 = torch.arange(tokens + 1, dtype=torch.int32)
         schedule = _kernels().get_scheduler_metadata(
@@ -101,7 +84,7 @@ class Queries:
             q_TNH.dtype,
             starts_T1,
             True,  # causal
-            window or -1,
+            NO_WINDOW,
             instructions(head_dim),
             False,  # never divided
             None,
@@ -143,7 +126,7 @@ def by_token(
 class Pages(Protocol):
     """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """Write keys and values into pages; the attention of the queries over them."""
         ...
 
@@ -175,9 +158,9 @@ class PagedDocuments:
             pages=int(pages.sum()),
         )
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of each token in its document."""
-        return _attention(self.queries, q_TNH, k_TKH, v_TKV, _empty_pages(self.pages, k_TKH), self.slot_T, scoring)
+        return _attention(self.queries, q_TNH, k_TKH, v_TKH, _empty_pages(self.pages, k_TKH), self.slot_T, scale)
 
 
 class GrowingDocument:
@@ -194,7 +177,7 @@ class GrowingDocument:
         self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
         return self
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKV: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of the pass's tokens; each call in a pass is another layer's."""
         if self._layer == len(self._caches):
             self._caches.append(_empty_pages(self._pages, k_TKH))
@@ -202,7 +185,7 @@ class GrowingDocument:
         self._layer += 1
         slot_T = torch.arange(self._seen, self._seen + self._now, device=q_TNH.device)
         pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_TNH.device).repeat(self._now, 1)
-        return _attention(Queries((slot_T + 1).int(), pages_TM), q_TNH, k_TKH, v_TKV, cache_PKSH, slot_T, scoring)
+        return _attention(Queries((slot_T + 1).int(), pages_TM), q_TNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
 
 
 class BitwiseAttention(PackedAttention):
@@ -224,45 +207,28 @@ class BitwiseAttention(PackedAttention):
         *,
         attention_masks: Pages,
         scale: float | None = None,
-        sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Causal attention within each document (BA-1)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-
-        def gradients(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            assert isinstance(attention_masks, PagedDocuments), "others are for passes without gradients"
-            if sinks_N is None:
-                q, k, v, grad = given
-                return packed_gradients(q, k, v, grad, attention_masks.packed, scale)
-            ordinary = partial(PackedAttention.forward, self, attention_masks=attention_masks.packed, scale=scale)
-            return _gradients_of(lambda q, k, v, sinks: ordinary(q, k, v, sinks_N=sinks), *given)
-
-        scoring, sinks = Scoring(scale, self._window, sinks_N), () if sinks_N is None else (sinks_N,)
-        return _Paged.apply(attention_masks, scoring, gradients, q_BLNH, k_BLNH, v_BLNH, *sinks)
-
-
-def _gradients_of(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of this attention, which is computed once more: of its inputs, given these and that of its
-    output."""
-    *inputs, grad = given
-    leaves = [one.detach().requires_grad_() for one in inputs]
-    with torch.enable_grad():
-        out = attend(*leaves)
-    return torch.autograd.grad(out, leaves, grad)
+        return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
 
 
 class _Paged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pages: Pages, scoring: Scoring, gradients: Gradients, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.gradients = gradients
-        q, k, v = (one.flatten(0, 1) for one in inputs[:3])
-        return pages.attend(q, k, v, scoring).view(*inputs[0].shape[:3], v.shape[2])
+    def forward(
+        ctx: Any, q_BLNH: torch.Tensor, k_BLKH: torch.Tensor, v_BLKH: torch.Tensor, pages: Pages, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH)
+        ctx.pages, ctx.scale = pages, scale
+        q_TNH, k_TKH, v_TKH = (one.flatten(0, 1) for one in (q_BLNH, k_BLKH, v_BLKH))
+        return pages.attend(q_TNH, k_TKH, v_TKH, scale).view(q_BLNH.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.gradients(*quickly_multiplied(*ctx.saved_tensors, grad))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        assert isinstance(ctx.pages, PagedDocuments), "others are for passes without gradients"
+        q, k, v, grad = quickly_multiplied(*ctx.saved_tensors, grad)
+        return *packed_gradients(q, k, v, grad, ctx.pages.packed, ctx.scale), None, None
 
 
 def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:
@@ -274,17 +240,16 @@ def _attention(
     queries: Queries,
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
-    v_TKV: torch.Tensor,
+    v_TKH: torch.Tensor,
     cache_PKSH: torch.Tensor,
     slot_T: torch.Tensor,
-    scoring: Scoring,
+    scale: float,
 ) -> torch.Tensor:
-    head_dim, value_dim = q_TNH.shape[2], v_TKV.shape[2]
     # The kernel that writes pages knows the distance of tokens only, not that of heads.
-    write_pages(k_TKH, widened(v_TKV, head_dim).contiguous(), cache_PKSH, slot_T, head_dim)
+    write_pages(k_TKH, v_TKH.contiguous(), cache_PKSH, slot_T, q_TNH.shape[2])
     out_TNH = torch.empty_like(q_TNH)
-    queries.attend(q_TNH, cache_PKSH, out_TNH, scoring)
-    return out_TNH[..., :value_dim]
+    queries.attend(q_TNH, cache_PKSH, out_TNH, scale)
+    return out_TNH
 
 
 @cache

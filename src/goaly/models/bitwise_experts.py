@@ -8,18 +8,14 @@ Gradients are those of the ordinary experts.
 
 Shape suffixes: B = 1, L tokens, T the same, D model dim, E experts, e those of this rank, K experts of a token, R rows
 routed to experts, grouped by expert, N the rows of all experts, F inputs and G outputs of a product, S slices of the
-hidden features that this rank has, H tokens of both halves of the experts; C groups of experts, c those of a token, M
-experts of a group.
+hidden features that this rank has, H tokens of both halves of the experts.
 
 Invariants
-    BE-1  A token's experts are those with the highest scores, to which the model's biases are added, and of equal ones
-          those with the lowest numbers. Where experts are in groups, the token's groups are chosen first, in the same
-          way, by the sum of a group's two highest. The experts are in the order of their numbers, and their weights are
-          divided by the sum in this order.
+    BE-1  A token's experts are those with the highest scores, and of equal ones those with the lowest numbers. They are
+          in the order of their numbers, and their weights are divided by the sum in this order.
     BE-2  A token's output is the sum of `SLICES` slices, each the sum of the lower and the upper half of the experts. A
           half is the sum of weight times output in the order of the experts, in float32, rounded to the model's type.
           An expert's output of a slice is that of a network with this slice of its hidden features only (BN-2).
-    BE-3  The output of the shared experts, a dense network (BW-2), is added to this sum when both are whole.
 """
 
 from collections.abc import Callable
@@ -31,18 +27,15 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
-from goaly.models.bitwise import on_local, sigmoid
+from goaly.models.bitwise import on_local
 from goaly.models.bitwise_networks import Packed, by_kernel, check_kernel, fit_kernel, networks, pack
 from goaly.models.bitwise_rows import softmax
 from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher, of_rank
 from goaly.models.settings import SLICES
 
-LEAST_TOTAL = 1e-20
-"""Added to the sum of a token's scores, as in torchtitan: all of them may be 0."""
-
 
 class BitwiseRouter(TokenChoiceTopKRouter):
-    """Chooses experts by the softmax or the sigmoid of exact logits, in float32."""
+    """Chooses experts by the softmax of exact logits, in float32."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
@@ -52,9 +45,9 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The weights of each token's experts, the experts (BE-1), and the scores of all."""
-        scores_BLE = on_local(sigmoid if self.score_func == "sigmoid" else softmax, self.gate(x_BLD).float())
-        preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E
-        experts_BLK = highest(self._in_best_groups(of_rank(preferred_BLE.detach())), self.top_k)
+        scores_BLE = on_local(softmax, self.gate(x_BLD).float())
+        preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E  # of a replayed choice
+        experts_BLK = highest(of_rank(preferred_BLE.detach()), self.top_k)
         if isinstance(preferred_BLE, DTensor):
             placed = preferred_BLE.device_mesh, preferred_BLE.placements
             experts_BLK = DTensor.from_local(experts_BLK, *placed, run_check=False)
@@ -63,19 +56,8 @@ class BitwiseRouter(TokenChoiceTopKRouter):
             total_BL1 = weights_BLK[..., :1]
             for number in range(1, self.top_k):
                 total_BL1 = total_BL1 + weights_BLK[..., number : number + 1]
-            weights_BLK = weights_BLK / (total_BL1 + LEAST_TOTAL)
-        return weights_BLK * self.route_scale, experts_BLK, scores_BLE
-
-    def _in_best_groups(self, preferred_BLE: torch.Tensor) -> torch.Tensor:
-        """The scores that decide the choice, without the experts of other groups than the token's (BE-1)."""
-        groups, best = self.num_expert_groups, self.num_limited_groups
-        if groups is None or best is None or best == groups:
-            return preferred_BLE
-        groups_BLCM = preferred_BLE.unflatten(-1, (groups, -1))
-        first_BLC, second_BLC = groups_BLCM.topk(2).values.unbind(-1)
-        best_BLc = highest(first_BLC + second_BLC, best)
-        is_other_BLC = torch.ones_like(first_BLC, dtype=torch.bool).scatter_(-1, best_BLc, False)
-        return groups_BLCM.masked_fill(is_other_BLC[..., None], -torch.inf).flatten(-2)
+            weights_BLK = weights_BLK / total_BL1
+        return weights_BLK, experts_BLK, scores_BLE
 
 
 def highest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:

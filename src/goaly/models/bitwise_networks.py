@@ -68,20 +68,6 @@ def networks(
     return _by_kernel(x_RD, rows, packed or pack(w1_eFD, w2_eDF, w3_eFD, slices))
 
 
-def by_expert(x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int], slices: int = 1) -> torch.Tensor:
-    """The exact product (BW-1) of each expert's rows with each slice of its weight's columns, side by side:
-    `[R, S * G]`."""
-    if torch.is_grad_enabled():
-        return _ByExpert.apply(x_RF, weight_eGF, rows, slices)
-    if on_gpu(x_RF):
-        from goaly.models import bitwise_kernels
-
-        return bitwise_kernels.by_expert(x_RF, weight_eGF, rows, slices)
-    total = len(x_RF)
-    x_RF, spans = _padded(x_RF, rows)
-    return _products(x_RF, weight_eGF, spans, slices)[:total]
-
-
 def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
     """Whether vLLM's kernel for CPUs computes networks with these gates."""
     _, hidden, width = w1_eFD.shape
@@ -252,36 +238,6 @@ class _Networks(torch.autograd.Function):
             torch.mm(grad_gate.t(), x, out=grad_w1_eFD[expert])
             torch.mm(grad_up.t(), x, out=grad_w3_eFD[expert])
         return *grads, None, None
-
-
-class _ByExpert(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_RF: torch.Tensor, weight_eGF: torch.Tensor, rows: Sequence[int], slices: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_RF, weight_eGF)
-        ctx.rows, ctx.slices = rows, slices
-        with torch.no_grad():
-            return by_expert(x_RF, weight_eGF, rows, slices)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_RF, weight_eGF, grad_RG = quickly_multiplied(*ctx.saved_tensors, grad_RG)
-        grad_x_RF, grad_weight_eGF = (
-            torch.zeros_like(one) if needed else None
-            for one, needed in zip((x_RF, weight_eGF), ctx.needs_input_grad, strict=False)
-        )
-        stop = 0
-        for expert, count in enumerate(ctx.rows):
-            start, stop = stop, stop + count
-            columns = x_RF.shape[1] // ctx.slices
-            for number, grad in enumerate(grad_RG[start:stop].chunk(ctx.slices, 1)):
-                place = slice(number * columns, (number + 1) * columns)
-                if grad_x_RF is not None:
-                    grad_x_RF[start:stop, place] = torch.mm(grad, weight_eGF[expert][:, place])
-                if grad_weight_eGF is not None:
-                    grad_weight_eGF[expert][:, place] = torch.mm(grad.t(), x_RF[start:stop, place])
-        return grad_x_RF, grad_weight_eGF, None, None
 
 
 def _kernels() -> Any:

@@ -44,9 +44,9 @@ class ModelSettings(Settings):
     each pass; a reference keeps bfloat16 ones, and weights travel as bfloat16 (`weights.transfer_dtype`)."""
     numerics: Numerics = "fast"
     """"fast" computes with the fastest kernels, and the log-probs of trainer and sampler differ in their last bits.
-    "bitwise" makes them equal to the last bit, and each step checks that they are. It is for all models, but for
-    gpt-oss on CPUs only; docs/parity.md has its cost on CPUs. Its kernels for GPUs have run in Triton's interpreter
-    only, and record no CUDA graphs."""
+    "bitwise" makes them equal to the last bit, and each step checks that they are. It is for Qwen3, dense or with
+    experts, and Llama 3, without adapters and context parallelism; docs/parity.md has its cost on CPUs. Its kernels for
+    GPUs have run in Triton's interpreter only, and record no CUDA graphs."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.tiny:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.protocols.module import Module
 
+BITWISE_FAMILIES = ("qwen3", "llama3")
+
 
 def prepare_torchtitan() -> torch.device:
     """Set torchtitan's device to the GPU if there is one, else the CPU, and return this process's device."""
@@ -58,6 +60,8 @@ def spec_of(
     lora: LoraSettings | None = None,
 ) -> "ModelSpec":
     """torchtitan's definition of a model of this architecture."""
+    if numerics == "bitwise" and (problems := list(bitwise_problems(shape, lora))):
+        raise ConfigError([f"model.numerics=bitwise: {problem}" for problem in problems])
     device = prepare_torchtitan().type
     from torchtitan.protocols.model_spec import ModelSpec
 
@@ -83,8 +87,6 @@ def spec_of(
     if numerics == "bitwise":
         from goaly.models.bitwise_decoder import make_bitwise
 
-        if problems := [f"model.numerics=bitwise: {problem}" for problem in bitwise_problems(shape, device, lora)]:
-            raise ConfigError(problems)
         make_bitwise(decoder)
     return ModelSpec(
         name=shape.family,
@@ -128,12 +130,12 @@ def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {canonical_fqn(name): tensor for name, tensor in tensors}
 
 
-def bitwise_problems(shape: Architecture, device: str, lora: LoraSettings | None = None) -> Iterator[str]:
+def bitwise_problems(shape: Architecture, lora: LoraSettings | None = None) -> Iterator[str]:
     """One line for each reason why a model of this shape, with these adapters, must have fast numerics."""
     if lora is not None:
         yield "must be fast with trainer.lora: bitwise numerics have no layers with adapters"
-    if shape.biased and device == "cuda":
-        yield "must be fast for gpt-oss on GPUs: the attention kernel that goaly has for them has no sinks and windows"
+    if shape.family not in BITWISE_FAMILIES:
+        yield f"must be fast for {shape.family}: bitwise numerics have layers for {' and '.join(BITWISE_FAMILIES)} only"
 
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":

@@ -271,7 +271,7 @@ class RunConfig(Settings):
                 own, lora = f"{at}{whose}.path={settings.path}: ", None
                 if whose == "model":
                     own, lora = "", self.trainer.lora
-                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, device, lora))
+                yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, lora))
             if whose == "model":
                 model = shape
                 yield from self.trainer.balance_problems(at.trainer, shape)

@@ -14,7 +14,6 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 prepare_torchtitan()
 
 from goaly.models.architecture import architecture  # noqa: E402
-from goaly.models.bitwise import product, silu  # noqa: E402
 from goaly.models.bitwise_decoder import make_bitwise  # noqa: E402
 from goaly.models.bitwise_experts import Combined, highest  # noqa: E402
 from goaly.models.bitwise_networks import networks  # noqa: E402
@@ -29,36 +28,27 @@ KERNEL, EXACT = 128, 48
 KINDS = [(torch.float32, KERNEL), (torch.float32, EXACT), (torch.float32, 40)]
 KINDS += [(torch.bfloat16, KERNEL), (torch.bfloat16, 24)]
 TOKENS = 200
-WITH_SHARED = pytest.mark.parametrize("shared", [0, 2], ids=["", "shared"])
-GROUPED = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
 
 
-def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32, hidden: int = KERNEL, shared: int = 0) -> Any:
-    """A layer of experts with random weights, the same with any numerics. With `shared` ones the others are chosen by
-    groups, with random biases."""
-    size = TinyModel(
-        layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=hidden, shared_experts=shared
-    )
-    decoder = spec_of(architecture(model_config(size) | (GROUPED if shared else {}))).model
+def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32, hidden: int = KERNEL) -> Any:
+    """A layer of experts with random weights, the same with any numerics."""
+    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=hidden)
+    decoder = spec_of(architecture(model_config(size))).model
     if numerics == "bitwise":
         make_bitwise(decoder)
     built = decoder.layers[0].moe.build()
     with torch.no_grad():
         for seed, parameter in enumerate(built.parameters()):
             parameter.copy_(random(*parameter.shape, seed=seed) * 0.2)
-    built.to(dtype)
-    if shared:
-        built.expert_bias_E = random(EXPERTS, seed=7) * 0.2  # float32 in any model
-    return built
+    return built.to(dtype)
 
 
-@WITH_SHARED
 @pytest.mark.parametrize(("dtype", "hidden"), KINDS)
 @torch.no_grad()
 def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(
-    threads: int, dtype: torch.dtype, hidden: int, shared: int
+    threads: int, dtype: torch.dtype, hidden: int
 ):  # BE-1 BE-2 BN-1 BW-3
-    experts, x = layer(dtype=dtype, hidden=hidden, shared=shared), random(1, TOKENS, DIM, seed=9).to(dtype)
+    experts, x = layer(dtype=dtype, hidden=hidden), random(1, TOKENS, DIM, seed=9).to(dtype)
     whole, routed = experts(x), experts.router(x)
     assert routed[2].dtype == torch.float32
     for count, start in itertools.product(COUNTS, (0, 7)):
@@ -89,51 +79,10 @@ def test_of_equal_scores_the_first_experts_are_chosen_in_the_order_of_their_numb
     assert torch.equal(highest(many, 4), torch.tensor([5, 12, 19, 26]).expand(300, -1))
 
 
-@pytest.mark.parametrize(
-    ("bias", "chosen"),
-    [
-        ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0, 1, 2]),
-        ([0.0, 0.0, 0.0, 0.0, 0.5, 0.5], [0, 4, 5]),
-        ([0.25, 0.0, 0.125, 0.125, 0.125, 0.125], [0, 2, 3]),
-        ([0.125, 0.125, 0.25, -1.0, 0.25, -0.5], [0, 1, 4]),
-    ],
-    ids=["all", "of-the-second", "of-all-groups", "in-the-chosen"],
-)
-def test_of_equal_groups_the_first_are_chosen_and_biases_change_no_weight(bias: list[float], chosen: list[int]):  # BE-1
-    router = layer(shared=1).router
-    with torch.no_grad():
-        router.gate.weight.zero_()  # all scores are 0.5
-    weights, experts, scores = router(random(1, TOKENS, DIM), torch.tensor(bias))
-    assert torch.equal(experts, torch.tensor(chosen).expand(1, TOKENS, CHOSEN))
-    assert torch.equal(scores, torch.full((1, TOKENS, EXPERTS), 0.5))
-    assert torch.equal(weights, (torch.tensor(0.5) / 1.5 * 1.5).expand(1, TOKENS, CHOSEN))
-
-
-def test_scores_that_are_all_0_have_weights_0():
-    router = layer(shared=1).router
-    with torch.no_grad():
-        router.gate.weight.fill_(-1.0)
-    weights, *_ = router(torch.full((1, 3, DIM), 10.0))
-    assert torch.equal(weights, torch.zeros(1, 3, CHOSEN))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_routed_and_shared_experts_are_added_when_both_are_whole(dtype: torch.dtype):  # BE-3 BW-2
-    experts, x = layer(dtype=dtype, shared=2), random(1, TOKENS, DIM, seed=9).to(dtype)
-    out, network = experts(x), experts.shared_experts
-    hidden = (silu(network.w1(x)) * network.w3(x))[0]
-    parts = zip(hidden.chunk(2, 1), network.w2.weight.chunk(2, 1), strict=True)  # those of two ranks
-    first, second = (product(part, weight.contiguous()) for part, weight in parts)
-    experts.shared_experts = None
-    assert torch.equal(experts(x)[0] + (second + first), out[0])
-
-
-@WITH_SHARED
-@torch.no_grad()
-def test_choices_that_are_replayed_have_the_bits_of_the_routers_own(shared: int):
-    experts, x = layer(shared=shared), random(1, TOKENS, DIM, seed=9)
-    own, (_, choices, _) = experts(x), experts.router(x, experts.expert_bias_E)
+def test_choices_that_are_replayed_have_the_bits_of_the_routers_own():
+    experts, x = layer(), random(1, TOKENS, DIM, seed=9)
+    own, (_, choices, _) = experts(x), experts.router(x)
     experts.choices_BLK = choices.flip(-1).to(torch.uint8)
     experts.replayed_BL1 = (torch.arange(TOKENS) % 3 > 0)[None, :, None]
     assert torch.equal(experts(x), own)
@@ -283,12 +232,11 @@ def test_an_output_is_the_weighted_sum_in_the_order_of_the_definition(dtype: tor
         torch.testing.assert_close(found[token].double(), total, atol=limit, rtol=0)
 
 
-@WITH_SHARED
-def test_a_layer_of_experts_has_values_and_gradients_of_the_ordinary_one(shared: int):
+def test_a_layer_of_experts_has_values_and_gradients_of_the_ordinary_one():
     x, upstream = random(1, TOKENS, DIM, seed=9).requires_grad_(), random(1, TOKENS, DIM, seed=8)
     found = []
     for numerics in ("bitwise", "fast"):
-        experts = layer(numerics, shared=shared)
+        experts = layer(numerics)
         out = experts(x)
         found.append([out, *torch.autograd.grad(out, [x, *experts.parameters()], upstream)])
     for one, other in zip(*found, strict=True):

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts-pp-fsdp-ep": {"pp": 2, "fsdp": 2, "ep": 2, "activation_checkpointing": "full"},
     "lora-experts-pp-cp": {"pp": 2, "cp": 2, "activation_checkpointing": "selective", "microbatch_rows": 1},
     "bitwise-pp-fsdp": {"pp": 2, "fsdp": 2},
-    "bitwise-latent-pp-fsdp-ep": {"pp": 2, "fsdp": 2, "ep": 2},  # the first stage has no experts
+    "latent-pp-fsdp-ep": {"pp": 2, "fsdp": 2, "ep": 2},  # the first stage has no experts
     "sinks-pp-fsdp": {"pp": 2, "fsdp": 2},
 }
 LAYERS = {"pp": 5, "sinks-pp-fsdp": 2}
