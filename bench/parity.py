@@ -15,9 +15,7 @@ left out because others contain them: the generators of TP 2 and of EP 2 with on
 one thread where the two take turns: the same requests sampled by an engine, and forward and backward passes over the
 same packed rows. A round runs both sides twice, in the order A, B, B, A, after one that warms both up; a cost is the
 median over the rounds' ratios. All of two tiny random models, a dense one and one with experts, or of `--model`; both
-sides have the same. The costs of a model with experts begin with `experts_`. On a CPU with matrix tiles those in bfloat16 are measured, too, and have `bfloat16_`
-before that, such as `bfloat16_experts_train_cost`. `wide_` is before those of a dense model that is 2,048 wide and has
-two layers.
+sides have the same, in float32. The costs of a model with experts begin with `experts_`.
 
 If a log-prob differs, a generator did not preempt, all models together have fewer than 100,000 tokens, or a cost is
 above its bar, the exit code is 1 and the last line names it.
@@ -27,16 +25,15 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from bench.parity_result import Combination, Result, Sampled, markdown, report
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
-from goaly.models.bitwise_tiles import has_tiles
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
@@ -45,7 +42,7 @@ from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 from tests.random_model import write_random_llama
 
-TRAINING_ROUNDS, GENERATION_ROUNDS, WIDE_ROUNDS = 8, 3, 1
+TRAINING_ROUNDS, GENERATION_ROUNDS = 8, 3
 LONGEST = 512
 LEAST_TOKENS = 100_000
 """Fewer compared ones, of everything that is measured, say too little."""
@@ -84,7 +81,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Llama": write_random_llama,
 }
 """The models whose log-probs are compared."""
-WIDE = TinyModel(dim=2048, layers=2, heads=16, kv_heads=8, head_dim=128, hidden_dim=6144)
 PACKINGS = ((1024, 4), (512, 1), (2048, 2))
 
 
@@ -151,20 +147,18 @@ def in_turns(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
     return {name: of_side[1:] for name, of_side in seconds.items()}  # the first round is a warm-up
 
 
-def training(model: str, dtype: str = "float32", *, tokens: int | None = None) -> dict[str, list[float]]:
-    """Forward and backward passes over the batch of `bench.train`, or over so many tokens of it."""
+def training(model: str) -> dict[str, list[float]]:
+    """Forward and backward passes over the batch of `bench.train`."""
     from bench.train import packed_batch
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
     from goaly.train.engine import TrainEngine
 
     objective, rows = PolicyObjective(LossSettings()), packed_batch().rows
-    if tokens is not None:
-        rows = rows[:1, :tokens]
     trained = int(rows["trained"].sum())
 
     def side(numerics: Any) -> Callable[[], None]:
-        engine = TrainEngine(ModelSettings(path=model, dtype=dtype, numerics=numerics), TrainerSettings())
+        engine = TrainEngine(ModelSettings(path=model, numerics=numerics), TrainerSettings())
 
         def step() -> None:
             engine.forward_backward(rows.split(4), objective, trained)
@@ -172,21 +166,20 @@ def training(model: str, dtype: str = "float32", *, tokens: int | None = None) -
 
         return step
 
-    rounds = TRAINING_ROUNDS if tokens is None else WIDE_ROUNDS
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, rounds)
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, TRAINING_ROUNDS)
 
 
-def generation(model: str, dtype: str = "float32", *, count: int = 192) -> dict[str, list[float]]:
-    """So many of the requests of `bench.generate`, all there at once; few of them a few rounds only."""
+def generation(model: str) -> dict[str, list[float]]:
+    """The requests of `bench.generate`, all there at once."""
     from bench.generate import heavy_tailed
     from goaly.generate.engine import Engine
     from goaly.generate.request import Sampling
 
-    requests = heavy_tailed(count)
+    requests = heavy_tailed(192)
 
     def side(numerics: Any) -> Callable[[], None]:
         settings = GeneratorSettings(max_running=128, max_context=LONGEST, kv_cache_gib=0.3)
-        engine = Engine(settings, ModelSettings(path=model, dtype=dtype, numerics=numerics))
+        engine = Engine(settings, ModelSettings(path=model, numerics=numerics))
 
         def serve() -> None:
             for number, request in enumerate(requests):
@@ -196,25 +189,18 @@ def generation(model: str, dtype: str = "float32", *, count: int = 192) -> dict[
 
         return serve
 
-    rounds = GENERATION_ROUNDS if count == 192 else WIDE_ROUNDS
-    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, rounds)
+    return in_turns({numerics: side(numerics) for numerics in ("fast", "bitwise")}, GENERATION_ROUNDS)
 
 
-def costs(models: Mapping[str, str], folder: Path) -> Iterator[Result]:
-    """The CPU seconds of each cost of these models, and in bfloat16 of a wide one if a dense one is among them."""
+def costs(models: Iterable[str]) -> Iterator[Result]:
+    """The CPU seconds of each cost of these models."""
     import torch
 
     torch.set_num_threads(1)
-    types = {"": "float32"} | ({"bfloat16_": "bfloat16"} if has_tiles() else {})
-    for (of_type, dtype), model in product(types.items(), models.values()):
-        shape = architecture(read_config(model))
-        kind = "experts_" if shape.experts else ""
-        yield Result(seconds={f"{of_type}{kind}train_cost": training(model, dtype)})
-        yield Result(seconds={f"{of_type}{kind}generate_cost": generation(model, dtype)})
-    if "dense" in models and has_tiles():
-        wide = str(write_tiny_model(folder / "wide", WIDE))
-        yield Result(seconds={"wide_bfloat16_train_cost": training(wide, "bfloat16", tokens=256)})
-        yield Result(seconds={"wide_bfloat16_generate_cost": generation(wide, "bfloat16", count=8)})
+    for model in models:
+        kind = "experts_" if architecture(read_config(model)).experts else ""
+        yield Result(seconds={f"{kind}train_cost": training(model)})
+        yield Result(seconds={f"{kind}generate_cost": generation(model)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -248,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             compared = {name: str(write(folder / f"bits of {name}")) for name, write in MODELS.items()}
             costed = {name: str(write_tiny_model(folder / name, size)) for name, size in SIZES.items()}
         of_bits = (bits(*model, arguments.requests) for model in compared.items() if wanted & {"bits", model[0]})
-        for part in chain(of_bits, costs(costed, folder) if "costs" in wanted else ()):
+        for part in chain(of_bits, costs(costed.values()) if "costs" in wanted else ()):
             result = result.updated(part)
             if arguments.json is not None:
                 result.write(arguments.json)

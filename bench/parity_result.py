@@ -12,7 +12,7 @@ from rich.table import Table
 from goaly.generate.scheduling import SchedulingCounts
 
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
-"""The most that each cost should be, of any model in either type."""
+"""The most that each cost should be, of any model."""
 STRESS = ("preemptions", "prompts_in_parts", "prefix_hits")
 
 
@@ -124,10 +124,8 @@ def markdown(result: Result) -> str:
             *rows,
             f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
             "",
-            "CPU seconds with bitwise numerics over those with fast ones of the same type, one thread, in float32 if "
-            "the name has no other type. A bar is the most that it should be. The wide model has two layers of width "
-            "2,048 and gets few tokens, so that products take nearly all of its time. Costs in bfloat16 are measured "
-            "on a CPU with matrix tiles (AMX): on others the fast numerics multiply one number at a time.",
+            "CPU seconds with bitwise numerics over those with fast ones, in float32 and one thread. A bar is the most "
+            "that it should be.",
             "",
             "| | bar | measured |",
             "|---|---|---|",

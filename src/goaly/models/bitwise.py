@@ -5,12 +5,11 @@ gradients are those of ordinary layers. `kernel_layers.py` has norms and rotatio
 `bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
 GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
 
-Products of bfloat16 matrices on a CPU with matrix tiles are those of `bitwise_tiles.py`. All others on a CPU are
-float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch without it, computes a row
-in the same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and
-the first product with a weight of some shape is compared with the definition in BW-1. On a machine where they differ,
-rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of vLLM's kernel, which is
-oneDNN, too, and is compared in the same way.
+Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
+without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
+few rows are padded, and the first product with a weight of some shape is compared with the definition in BW-1. On a
+machine where they differ, rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of
+vLLM's kernel, which is oneDNN, too, and is compared in the same way.
 
 Shape suffixes: T tokens, K input features, N output features, R rows of a tile.
 
@@ -34,10 +33,10 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
 from goaly.errors import ConfigError
-from goaly.models.bitwise_tiles import TILE, Tiles, by_tiles, fits_cache, pack_tiles, product_with_tiles, tile_product
 from goaly.models.cpu_layers import linear_gradients, onednn_product, packed_weight, quickly_multiplied
 from goaly.models.experts import of_rank
 
+TILE = 32
 ROWS_OF_A_THREAD = 8
 """Rows that make MKL give each thread enough of them; it needs 4."""
 LOOP = 64
@@ -45,7 +44,7 @@ LOOP = 64
 GRAIN = 1 << 15
 """Fewest elements for which torch uses a further thread."""
 PackedSlices = tuple[Any, ...]
-"""A weight's slices of input features, as vLLM's handles or as tiles."""
+"""A weight's slices of input features, as vLLM's handles."""
 
 
 class BitwiseLinear(Linear):
@@ -119,8 +118,6 @@ def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         from goaly.models import bitwise_kernels
 
         return bitwise_kernels.product(x_TK, weight_NK)
-    if by_tiles(weight_NK):
-        return tile_product(x_TK, weight_NK)
     rows = len(x_TK)
     padding = -rows % row_multiple()
     x_TK = x_TK.float()
@@ -130,21 +127,14 @@ def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of a multiple of `row_multiple` rows in `product_type`, if `out_TN` is set in its memory; each row is
-    that of BW-1."""
+    """The float32 product of a multiple of `row_multiple` rows, if `out_TN` is set in its memory; each row is that of
+    BW-1."""
     width, features = weight_NK.shape
-    if by_tiles(weight_NK):
-        made_TN = tile_product(x_TK, weight_NK)
-    elif _whole_is_exact(features, width, torch.get_num_threads()):
+    if _whole_is_exact(features, width, torch.get_num_threads()):
         made_TN = _product(x_TK, weight_NK)
     else:
         made_TN = _tiled(x_TK, weight_NK)[: len(x_TK)]
     return made_TN if out_TN is None else out_TN.copy_(made_TN)
-
-
-def product_type(weight_NK: torch.Tensor) -> torch.dtype:
-    """The type in which a CPU multiplies with this weight."""
-    return torch.bfloat16 if by_tiles(weight_NK) else torch.float32
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -161,29 +151,20 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
-    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1) or
-    tiles take a large weight as it is."""
+    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
     width, features = len(weight_NK), weight_NK.shape[1] // slices
-    parts = weight_NK.chunk(slices, 1)
-    if by_tiles(parts[0]):
-        return tuple(map(pack_tiles, parts)) if fits_cache(parts[0]) else None
     if not _packed_is_exact(features, width, torch.get_num_threads()):
         return None
-    return tuple(packed_weight(part_NK.float()) for part_NK in parts)
+    return tuple(packed_weight(part_NK.float()) for part_NK in weight_NK.chunk(slices, 1))
 
 
 def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
     """The product with packed slices of a weight, rounded to this type (BW-2); without a gradient."""
-    parts = zip(x.chunk(len(packed), -1), packed, strict=True)
-    return reduce(torch.Tensor.add_, (_with_packed(*part, dtype) for part in parts))
-
-
-def _with_packed(x: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(packed, Tiles):
-        return product_with_tiles(x.reshape(-1, packed.features), packed).view(*x.shape[:-1], packed.width)
     from vllm import _custom_ops as kernels
 
-    return kernels.onednn_mm(packed, x.float().contiguous(), None).to(dtype)
+    parts = zip(packed, x.chunk(len(packed), -1), strict=True)
+    products = (kernels.onednn_mm(handle, part.float().contiguous(), None).to(dtype) for handle, part in parts)
+    return reduce(torch.Tensor.add_, products)
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
-vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit.
-Without matrix tiles it computes those of bfloat16 models in float32, and their outputs are rounded once. Networks of
-other widths, and all on a GPU, are exact products (BW-1). Widths, type and machine decide, so trainer and sampler do
-the same. Gradients are those of ordinary products.
+vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit,
+in float32 for any type of the model; their outputs are rounded once. Networks of other widths, and all on a GPU, are
+exact products (BW-1). Widths and machine decide, so trainer and sampler do the same. Gradients are those of ordinary
+products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from goaly.errors import ConfigError
-from goaly.models.bitwise import multiply, on_gpu, product_type, row_multiple, silu
-from goaly.models.bitwise_tiles import has_tiles
+from goaly.models.bitwise import multiply, on_gpu, row_multiple, silu
 from goaly.models.cpu_layers import quickly_multiplied
 
 INSTRUCTIONS = "vec"
 """The kernel of float32 networks."""
-INSTRUCTIONS_OF_TILES = "amx"
-"""The kernel of bfloat16 ones."""
 PACKED = 32
 """The kernel's widths are multiples of it."""
 PIECE = 1 << 20
@@ -77,42 +74,25 @@ def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
 def check_kernel(w1_eFD: torch.Tensor, slices: int) -> None:
     """Raise a ConfigError if vLLM's kernel does not give rows of these networks the same bits in any place (BN-1)."""
     _, hidden, width = w1_eFD.shape
-    if not _kernel_is_exact(width, hidden // slices, _kernel_type(w1_eFD, slices), torch.get_num_threads()):
+    if not _kernel_is_exact(width, hidden // slices, torch.get_num_threads()):
         why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
         raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
 
 
-def _kernel_type(w1_eFD: torch.Tensor, slices: int) -> torch.dtype:
-    """The type in which the kernel computes these networks."""
-    _, hidden, width = w1_eFD.shape
-    by_tiles = w1_eFD.dtype == torch.bfloat16 and has_tiles()
-    if by_tiles and _kernel_is_exact(width, hidden // slices, torch.bfloat16, torch.get_num_threads()):
-        return torch.bfloat16
-    return torch.float32
-
-
 def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:
-    """A copy of the weights in the kernel's order and type."""
-    return _pack(w1_eFD, w2_eDF, w3_eFD, slices, _kernel_type(w1_eFD, slices))
-
-
-def _pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int, dtype: torch.dtype) -> Packed:
+    """A float32 copy of the weights in the kernel's order."""
     experts, hidden, width = w1_eFD.shape
     part = hidden // slices
     shapes = (2 * part, width), (width, part)
-    gates_and_ups, downs = (w1_eFD.new_empty(slices * experts, *shape, dtype=dtype) for shape in shapes)
+    gates_and_ups, downs = (w1_eFD.new_empty(slices * experts, *shape, dtype=torch.float32) for shape in shapes)
     some = max(1, PIECE // (2 * part * width))
     for number, first in product(range(slices), range(0, experts, some)):
         of_slice, rows = slice(number * part, (number + 1) * part), slice(first, min(first + some, experts))
         place = slice(number * experts + rows.start, number * experts + rows.stop)
         both = torch.cat([w1_eFD[rows, of_slice], w3_eFD[rows, of_slice]], 1)
         for weight, packed in ((both, gates_and_ups), (w2_eDF[rows, :, of_slice].contiguous(), downs)):
-            packed[place] = _kernels().cpu_prepack_moe_weight(weight.to(dtype), _instructions(packed))
+            packed[place] = _kernels().cpu_prepack_moe_weight(weight.float(), INSTRUCTIONS)
     return Packed(gates_and_ups, downs, slices)
-
-
-def _instructions(tensor: torch.Tensor) -> str:
-    return INSTRUCTIONS_OF_TILES if tensor.dtype == torch.bfloat16 else INSTRUCTIONS
 
 
 def _by_kernel(x_RD: torch.Tensor, rows: Sequence[int], packed: Packed) -> torch.Tensor:
@@ -127,23 +107,24 @@ def by_kernel(x_RD: torch.Tensor, expert_R: torch.Tensor, packed: Packed) -> tor
         x_RD = x_RD.repeat_interleave(slices, 0)
         first_S = torch.arange(0, len(packed.downs), len(packed.downs) // slices)
         expert_R = (expert_R[:, None] + first_S).flatten()
-    x_RD = x_RD.to(packed.downs.dtype).contiguous()
+    x_RD = x_RD.float().contiguous()
     out_RD = x_RD.new_empty(rows * slices, width)
     if rows:
         each = torch.ones(len(x_RD), 1, dtype=torch.float32), expert_R.int()[:, None]
         weights = packed.gates_and_ups, packed.downs
-        _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", _instructions(x_RD), True)
+        _kernels().cpu_fused_moe(out_RD, x_RD, *weights, None, None, *each, "silu", INSTRUCTIONS, True)
     return out_RD.view(rows, slices * width).to(dtype)
 
 
 @cache
-def _kernel_is_exact(width: int, hidden: int, dtype: torch.dtype, threads: int) -> bool:
+def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
     """Whether the kernel gives rows the same bits in other places and without each other (BN-1)."""
     random = torch.Generator().manual_seed(0)
     experts, each = 2, 80
-    w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random).to(dtype)
-    packed = _pack(w1_eFD, torch.randn(experts, width, hidden, generator=random).to(dtype), w3_eFD, 1, dtype)
-    x_RD = torch.randn(experts * each, width, generator=random).to(dtype)
+    w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random, dtype=torch.float32)
+    w2_eDF = torch.randn(experts, width, hidden, generator=random, dtype=torch.float32)
+    packed = pack(w1_eFD, w2_eDF, w3_eFD, 1)
+    x_RD = torch.randn(experts * each, width, generator=random, dtype=torch.float32)
     whole_RD = _by_kernel(x_RD, [each, each], packed)
     for start, size in ((0, 1), (3, 1), (5, 2), (7, 3), (1, 8), (2, 17), (9, 64)):
         rows = slice(each - start, each - start + size + 1)  # the last `start` of one expert, and of the next
@@ -182,9 +163,8 @@ def _products(
 ) -> torch.Tensor:
     """The product of each expert's span of rows with each slice of its weight, side by side."""
     width = weight_eGF.shape[1]
-    dtype = product_type(weight_eGF.chunk(slices, 2)[0])
-    out_RG = torch.empty(len(x_RF), slices * width, dtype=dtype)
-    parts = (x_RF.to(dtype).chunk(slices, 1), weight_eGF.to(dtype).chunk(slices, 2), out_RG.chunk(slices, 1))
+    out_RG = torch.empty(len(x_RF), slices * width, dtype=torch.float32)
+    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
     for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
         weights = part_eGF.unbind()
         for expert, start, stop in spans:

@@ -4,7 +4,7 @@ The ranks of trainer, critic and reference are built without memory and their pa
 sharded parameters, and everything that a pass holds beside them. The ranks of a generator are built too (`replica.py`).
 Caches and rings follow from the settings. Left out are the libraries' own memory (0.3-1 GiB a process), CUDA graphs and
 vLLM's activations and logits of one step, for which a GPU keeps `HEADROOM` free; and on CPUs the copies of weights in
-the order of vLLM's kernels, which are float32 ones for all but bfloat16 models on a CPU with matrix tiles.
+the order of vLLM's kernels, which are float32 ones.
 """
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ def result(*, differing: int = 0, bitwise: float = 1.1, preemptions: int = 4, to
             for count in (7, preemptions)
         ],
         combinations=[compared],
-        seconds={"experts_train_cost": seconds, "generate_cost": seconds, "bfloat16_train_cost": seconds},
+        seconds={"experts_train_cost": seconds, "generate_cost": seconds, "train_cost": seconds},
     )
 
 
@@ -49,9 +49,7 @@ def test_a_cost_is_the_median_of_the_rounds_ratios():
 
 def test_what_misses_its_bar_is_named():
     assert result().missed() == []
-    assert result(bitwise=1.2).missed() == [
-        f"{model}train_cost 1.2 is above 1.15" for model in ("experts_", "bfloat16_")
-    ]
+    assert result(bitwise=1.2).missed() == [f"{model}train_cost 1.2 is above 1.15" for model in ("experts_", "")]
     assert result(differing=3).missed() == ["differing_tokens 3 is above 0"]
     assert result(preemptions=0).missed() == ["preemptions 0 is not above 0"]
 
@@ -63,24 +61,18 @@ def test_the_least_of_any_generator_counts():
 
 
 def test_a_cost_is_reported_with_its_bar():
-    assert "| `bfloat16_train_cost` | 1.15 | 1.100 |" in markdown(result())
+    assert "| `experts_train_cost` | 1.15 | 1.100 |" in markdown(result())
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-def test_the_command_fails_after_a_missed_bar_of_the_types_that_the_machine_multiplies(
-    monkeypatch: pytest.MonkeyPatch, tiles: bool
-):
+def test_the_command_fails_after_a_missed_bar(monkeypatch: pytest.MonkeyPatch):
     found = result(bitwise=1.4).seconds["generate_cost"]
     monkeypatch.setattr(parity, "fork_ranks_from_one_server", lambda: None)
     monkeypatch.setattr(parity, "bits", lambda *_: replace(result(tokens=LEAST_TOKENS // 4 - 1), seconds={}))
     monkeypatch.setattr(parity, "training", lambda *_, **__: {"fast": [1.0], "bitwise": [1.0]})
     monkeypatch.setattr(parity, "generation", lambda *_, **__: found)
-    monkeypatch.setattr(parity, "has_tiles", lambda: tiles)
     with pytest.raises(SystemExit) as ended:
         parity.main([])
-    types = ("", "bfloat16_") if tiles else ("",)
-    kinds = [f"{dtype}{kind}" for dtype in types for kind in ("", "experts_")]
-    missed = [f"{kind}generate_cost 1.4 is above 1.3" for kind in (*kinds, *(["wide_bfloat16_"] if tiles else []))]
+    missed = [f"{kind}generate_cost 1.4 is above 1.3" for kind in ("", "experts_")]
     assert ended.value.code == "; ".join([*missed, "tokens 24,999 is below 100,000"])
 
 

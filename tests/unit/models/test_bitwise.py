@@ -1,7 +1,6 @@
 """The layers of bitwise numerics give a token the same bits, whatever is computed beside it."""
 
 import itertools
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ prepare_torchtitan()
 
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm  # noqa: E402
 
-from goaly.models import bitwise, bitwise_tiles  # noqa: E402
+from goaly.models import bitwise  # noqa: E402
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.models.bitwise import BitwiseLinear, product, silu  # noqa: E402
 from goaly.models.bitwise_attention import (  # noqa: E402
@@ -33,22 +32,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["float32", "bfloat16", "bfloat16 without tiles"])
-def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """A model's type; without tiles its products are made in float32."""
-    if "without" in request.param:
-        monkeypatch.setattr(bitwise_tiles, "_is_exact", lambda features: False)
-    return getattr(torch, request.param.split()[0])
-
-
 SHAPES = [(96, 256), (100, 33), (256, 96), (1040, 33), (2048, 6), (2048, 200), (2048, 264), (6144, 100)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("features", "width"), SHAPES)
 def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # BW-1
-    threads: int, features: int, width: int, dtype_of_products: torch.dtype
+    threads: int, features: int, width: int, dtype: torch.dtype
 ):
-    x, weight = random(400, features).to(dtype_of_products), random(width, features, seed=1).to(dtype_of_products)
+    x, weight = random(400, features).to(dtype), random(width, features, seed=1).to(dtype)
     whole = product(x, weight)
     assert whole.is_contiguous()  # ranks exchange it
     for count, start in itertools.product(COUNTS, (0, 7)):
@@ -64,18 +56,6 @@ def test_products_a_tile_at_a_time_have_the_bits_of_whole_ones(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("features", "width"), SHAPES)
-def test_a_bfloat16_product_has_the_same_bits_whichever_matrix_is_in_tiles(  # BW-1
-    monkeypatch: pytest.MonkeyPatch, features: int, width: int
-):
-    x, weight = random(100, features).bfloat16(), random(width, features, seed=1).bfloat16()
-    found = []
-    for cached in (1 << 13, 1 << 30):
-        monkeypatch.setattr(bitwise_tiles, "CACHED", cached)
-        found.append(product(x, weight))
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(("features", "width"), SHAPES)
 def test_a_bfloat16_product_is_as_accurate_as_an_ordinary_one(features: int, width: int):
     x, weight = random(100, features).bfloat16(), random(width, features, seed=1).bfloat16()
     exact = x.double() @ weight.double().t()
@@ -83,42 +63,29 @@ def test_a_bfloat16_product_is_as_accurate_as_an_ordinary_one(features: int, wid
     assert mine <= 1.001 * plain
 
 
-def test_where_tiles_are_not_exact_bfloat16_products_are_made_in_float32(monkeypatch: pytest.MonkeyPatch):  # BW-1
-    x, weight = random(100, 96).bfloat16(), random(64, 96, seed=1).bfloat16()
-    plain, depends_on_rows = bitwise_tiles._by_kernel, []
-
-    def wrong(matrix: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        depends_on_rows.append(len(matrix))
-        return plain(matrix, packed) * (1 + len(matrix) % 2 / 64)
-
-    monkeypatch.setattr(bitwise_tiles, "_by_kernel", wrong)
-    monkeypatch.setattr(bitwise_tiles, "_is_exact", cache(bitwise_tiles._is_exact.__wrapped__))
-    made = product(x, weight)
-    assert bool(depends_on_rows) == torch.cpu._is_amx_tile_supported()
-    assert torch.equal(made, product(x.float(), weight.float()).bfloat16())
-
-
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slices", [1, 2])
 @torch.no_grad()
 def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1, KE-1
-    threads: int, slices: int, dtype_of_products: torch.dtype
+    threads: int, slices: int, dtype: torch.dtype
 ):
     config = BitwiseLinear.Config(in_features=96, out_features=40, slices=slices)
     plain, packed = config.build(), config.build()
     for seed in (1, 2):
-        for layer in (plain.to(dtype_of_products), packed.to(dtype_of_products)):
+        for layer in (plain.to(dtype), packed.to(dtype)):
             layer.weight.copy_(random(*layer.weight.shape, seed=seed))
         packed.pack()
         assert packed._packed is not None
-        x = random(200, 96).to(dtype_of_products)
+        x = random(200, 96).to(dtype)
         whole = plain(x)
         for count in COUNTS:
             assert torch.equal(packed(x[:count]), whole[:count]), count
 
 
-def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype_of_products: torch.dtype):  # BW-2
-    alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype_of_products)
-    x = random(50, 96).to(dtype_of_products)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # BW-2
+    alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
+    x = random(50, 96).to(dtype)
     halves = [
         product(part, weight.contiguous()) for part, weight in zip(x.chunk(2, 1), alone.weight.chunk(2, 1), strict=True)
     ]

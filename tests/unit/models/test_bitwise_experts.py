@@ -179,14 +179,9 @@ def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypat
         layer().routed_experts.inner_experts.pack()
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
 @torch.no_grad()
-def test_without_an_exact_kernel_of_tiles_bfloat16_networks_are_float32_ones_whose_outputs_are_rounded_once(  # BN-1
-    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
-):
+def test_bfloat16_networks_are_float32_ones_whose_outputs_are_rounded_once():
     x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16, KERNEL)
-    monkeypatch.setattr("goaly.models.bitwise_networks.has_tiles", lambda: has_tiles)
-    monkeypatch.setattr("goaly.models.bitwise_networks._kernel_is_exact", lambda *of: torch.float32 in of)
     in_float32 = networks(x.float(), w1.float(), w2.float(), w3.float(), ROWS)
     assert torch.equal(networks(x, w1, w2, w3, ROWS), in_float32.bfloat16())
 
