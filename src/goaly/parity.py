@@ -9,8 +9,8 @@ prompts in parts and of prefix hits are printed. The trainer recomputes what was
 of this config can update weights in the middle of an answer, so does the check, once: half as large ones. If it
 replays choices of experts, the trainer does that here, too. Adapters are left out: new ones change nothing.
 
-The exit code is 1 if a log-prob differs. With bitwise numerics the trainer's ranks then search for the operation as in
-a run (`train/parity_search.py`).
+The exit code is 1 if a log-prob differs. With bitwise numerics the operation that computes other bits is then searched
+for (`parity_search.py`).
 
 Each rank is a process of its own, which this one starts and waits for.
 """
@@ -18,7 +18,7 @@ Each rank is a process of its own, which this one starts and waits for.
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,27 +28,23 @@ import torch.distributed as dist
 
 from goaly.backlog.packing import assign
 from goaly.config import load
-from goaly.errors import ConfigError, ParityError
+from goaly.errors import ConfigError
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.parity_requests import CheckedRequest, cramped, mixed_requests
+from goaly.parity_requests import UPDATED, CheckedRequest, cramped, halve, mixed_requests
+from goaly.parity_search import keep_first, search
 from goaly.run.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
-from goaly.train.parity_search import UNNAMED
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
-from goaly.weights.sharding import local
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
     from goaly.generate.request import Sample
     from goaly.train.engine import TrainEngine
-
-UPDATED = 1
-"""The version of the halved weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +55,6 @@ class Compared:
     differing: int
     largest: float
     """The largest difference."""
-    explained: str = ""
-    """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +68,8 @@ class Checked:
     replays: bool
     """Whether choices of experts were replayed."""
     packings: list[Compared]
+    explained: str = ""
+    """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
 
 
 def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
@@ -88,13 +84,6 @@ def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool 
             updates = False
             engine.apply(lambda: halve(engine.named_tensors()))
     return [sequence(one.prompt, samples[one.name]) for one in asked]
-
-
-def halve(weights: Mapping[str, torch.Tensor]) -> int:
-    """Make a new version of weights, which has the same bits in any type and on any ranks; its number."""
-    by_address = {part.data_ptr(): part for part in map(local, weights.values()) if part.is_floating_point()}
-    torch._foreach_mul_(list(by_address.values()), 0.5)
-    return UPDATED
 
 
 def sequence(prompt: list[int], sample: "Sample") -> TensorDict:
@@ -162,8 +151,8 @@ class Recomputer:
     trainer: TrainerSettings
     sequences: Path
     packings: Sequence[tuple[int, int]]
-    sampler: GeneratorSettings | None = None
-    """The generator in which a difference is searched for, too."""
+    search: Path | None = None
+    """The folder for what a search for the operation needs of the first token that differs; null does not search."""
 
 
 def sample_in_ranks(sampler: Sampler, out: Path) -> SchedulingCounts:
@@ -188,7 +177,6 @@ def _joined(parts: Sequence[Compared]) -> Compared:
         tokens=sum(part.tokens for part in parts),
         differing=sum(part.differing for part in parts),
         largest=max(part.largest for part in parts),
-        explained=next((part.explained for part in parts if part.explained), ""),
     )
 
 
@@ -207,8 +195,8 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
     from goaly.train.engine import TrainEngine
 
     found = []
-    searches = recomputers[0].model.numerics == "bitwise"
     for one in recomputers:
+        folder = one.search
         join_process_group(one.trainer.threads, one.trainer.ranks)
         sequences = _sequences(one)
         found.append([])
@@ -217,10 +205,10 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
             rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
             parts = []
             for part in _by_version(engine, rows, _versions(sequences)):
-                parts.append(compared(part, engine.logprobs(part)))
-                if searches and _anywhere(parts[-1].differing, one.trainer.ranks):
-                    searches = False
-                    parts[-1] = explained(engine, part, parts[-1], one.sampler)
+                logprobs_RL = engine.logprobs(part)
+                parts.append(compared(part, logprobs_RL))
+                if folder is not None and keep_first(engine, part, logprobs_RL, folder, rank):
+                    folder = None
             if engine.leads:
                 found[-1].append(_joined(parts))
     if found[0]:
@@ -243,25 +231,6 @@ def _versions(sequences: Sequence[TensorDict]) -> list[int]:
     return sorted(version for version in found if version >= 0)
 
 
-def _anywhere(differing: int, ranks: int) -> bool:
-    """Whether a token differs on any rank; every rank must call it."""
-    total = torch.tensor(differing)
-    if ranks > 1:
-        dist.all_reduce(total)
-    return bool(total)
-
-
-def explained(
-    engine: "TrainEngine", rows: TensorDict, comparison: Compared, sampler: GeneratorSettings | None = None
-) -> Compared:
-    """The comparison with what the search for the operation finds; every rank must call it."""
-    try:
-        engine.compare(rows.split(engine.settings.microbatch_rows))
-    except ParityError as error:
-        return replace(comparison, explained=f"{error} {engine.find_operation(sampler)}")
-    return replace(comparison, explained=f"{UNNAMED}no token differs when the ranks compute the same rows again.")
-
-
 def _sequences(recomputer: Recomputer) -> list[TensorDict]:
     return [token_data(columns) for columns in torch.load(recomputer.sequences)]
 
@@ -276,8 +245,8 @@ def check(config: RunConfig, requests: int) -> Checked:
         requests, vocabulary=shape.vocab_size, longest=longest, temperature=config.trainer.temperature
     )
     row_length = config.backlog.row_length
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "sequences"
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         sampler = Sampler(
             model=config.model,
             generator=cramped(config.model, generator, asked),
@@ -285,18 +254,27 @@ def check(config: RunConfig, requests: int) -> Checked:
             records_choices=config.moe.replays,
             updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
         )
-        scheduling = sample_in_ranks(sampler, file)
+        scheduling = sample_in_ranks(sampler, folder / "sequences")
+        searched = folder / "searched"
+        searched.mkdir()
         recomputer = Recomputer(
             model=config.model,
             trainer=replace(config.trainer, lora=None),
-            sequences=file,
-            sampler=sampler.generator,
+            sequences=folder / "sequences",
+            search=searched if config.model.numerics == "bitwise" else None,
             packings=[(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)],
         )
         (found,) = recompute_in_ranks([recomputer])
-        updated = sum(len(_versions([one])) > 1 for one in _sequences(recomputer))
+        explained = ""
+        if recomputer.search is not None and any(comparison.differing for comparison in found):
+            explained = search(config.model, recomputer.trainer, generator, searched)
         return Checked(
-            answers=len(asked), updated=updated, scheduling=scheduling, replays=config.moe.replays, packings=found
+            answers=len(asked),
+            updated=sum(len(_versions([one])) > 1 for one in _sequences(recomputer)),
+            scheduling=scheduling,
+            replays=config.moe.replays,
+            packings=found,
+            explained=explained,
         )
 
 
@@ -318,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for comparison in found.packings:
         print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
-        if comparison.explained:
-            print(comparison.explained)
+    if found.explained:
+        print(found.explained)
     return int(any(comparison.differing for comparison in found.packings))
 
 

@@ -1,4 +1,4 @@
-"""Requests of the check of `goaly.parity`, and a cache that is too small for them.
+"""Requests of the check of `goaly.parity`, a cache that is too small for them, and the update of the weights.
 
 The requests have a common prompt in groups of `SHARED`. Most answers are short, of heavy-tailed lengths. The first
 `LONG` requests go on to the longest sequence that is allowed, and run at once, so a cache of half of their tokens
@@ -7,7 +7,7 @@ the number of requests and a few times the longest sequence.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
+from goaly.weights.sharding import local
 
 GIB = 1 << 30
 SHARED = 4
@@ -24,6 +25,8 @@ LONG = 3
 """Answers that end at the longest sequence that is allowed."""
 SHORT = 512
 """The most tokens of the other prompts and answers."""
+UPDATED = 1
+"""The version of the halved weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +77,10 @@ def with_cache_of(model: ModelSettings, generator: GeneratorSettings, tokens: in
     each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize
     held = max(tokens, generator.max_context + 64)
     return replace(generator, kv_cache_gib=held * each / GIB)
+
+
+def halve(weights: Mapping[str, torch.Tensor]) -> int:
+    """Make a new version of weights, which has the same bits in any type and on any ranks; its number."""
+    by_address = {part.data_ptr(): part for part in map(local, weights.values()) if part.is_floating_point()}
+    torch._foreach_mul_(list(by_address.values()), 0.5)
+    return UPDATED

@@ -1,8 +1,7 @@
-"""`python -m goaly.parity` names the operation that is broken on purpose, on one rank or on many."""
+"""`python -m goaly.parity` names the operation that is broken on purpose, on either side."""
 
 import functools
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 import yaml
 
 import goaly.parity
+import goaly.parity_search
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.ranks import in_ranks
-from tests.actors.broken_sampler import break_module
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -24,29 +23,48 @@ def lowest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:
     return scores_BLE.sort(dim=-1, stable=True).indices[..., :count].sort(dim=-1).values
 
 
+def break_module(model: Any, operation: str, *, by_length: bool = False, most: int | None = None) -> None:
+    """Let this module's output be a little too large: always, by the number of tokens that it computes, or if these are
+    at most so `most`."""
+    module = model.get_submodule(operation)
+    plain = module.forward
+
+    def broken(x: Any, *rest: Any) -> Any:
+        outputs = plain(x, *rest)
+        if most is not None and x.shape[1] > most:
+            return outputs
+        factor = 1 + 1e-4 * (x.shape[1] if by_length else 1)
+        return tuple(one * factor for one in outputs) if isinstance(outputs, tuple) else outputs * factor
+
+    module.forward = broken
+
+
 def with_broken(rank: int, side: str, operation: str, work: Callable[..., None], *arguments: Any) -> None:
-    """Do the work of a rank where an operation is broken: of a `trainer`, or only of the last of several ranks of one
-    (`rank`). With `choices` the sampler chooses other experts than any trainer would."""
-    from goaly.generate import sampler_search
+    """Do the work of a rank where an operation is broken: of a `trainer`, only of the last of several ranks of one
+    (`rank`), or of a `sampler` in passes of few tokens. With `choices` the sampler of the check, but not that of the
+    search, chooses other experts than any trainer would."""
+    from goaly.generate.vllm_model import TorchtitanForCausalLM
     from goaly.models import bitwise_experts
     from goaly.train.engine import TrainEngine
 
-    sampler_search.PROGRAM = (sys.executable, "-c", "raise SystemExit('not searched')")
     if side == "choices":
         if work is goaly.parity._sample:
             bitwise_experts.highest = lowest
         return work(rank, *arguments)
-    build = TrainEngine.__init__
+    builder: Any = TorchtitanForCausalLM if side == "sampler" else TrainEngine
+    build = builder.__init__
 
     @functools.wraps(build)
     def build_broken(self: Any, *given: Any, **named: Any) -> None:
         build(self, *given, **named)
-        if side == "trainer":
-            break_module(self._model, operation, by_length=True)
+        if side == "sampler":
+            break_module(self.model, operation, most=8)  # to which vLLM pads one
+        elif side == "trainer":
+            break_module(self.decoder, operation, by_length=True)
         elif given[1].ranks > 1 and rank == given[1].ranks - 1:
-            break_module(self._model, operation, by_length=False)
+            break_module(self.decoder, operation)
 
-    TrainEngine.__init__ = build_broken
+    builder.__init__ = build_broken
     work(rank, *arguments)
 
 
@@ -73,6 +91,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
         if side:
             monkeypatch.setattr(goaly.parity, "in_ranks", in_broken_ranks)
+            monkeypatch.setattr(goaly.parity_search, "in_ranks", in_broken_ranks)
         code = goaly.parity.main([f"--config={tmp_path / 'config.yaml'}", "--requests=12", *overrides])
         return code, capsys.readouterr().out
 
@@ -103,28 +122,46 @@ def test_choices_of_experts_are_replayed_where_the_config_says_so(check: Any):
     assert code == 0
     code, said = check("choices", "", synchronous, experts=True)
     assert code == 1
-    assert "the sampler had other weights" in said
-    assert "The search in a sampler failed: not searched" in said
-
-
-def test_an_operation_of_one_rank_that_depends_on_what_is_computed_beside_it_is_named(check: Any):  # PC-2
-    code, said = check("trainer", "layers.1.attention.wo")
-    assert code == 1
-    assert "the trainer's log-prob is" in said
-    assert "how the document is computed is layers.1.attention.wo." in said
+    assert "No operation before lm_head computes other bits" in said
 
 
 @pytest.mark.parametrize(
-    ("operation", "ranks", "experts"),
+    ("side", "operation", "ranks", "experts", "where"),
     [
-        ("layers.0.moe.routed_experts.inner_experts", "trainer.tp=2", True),
-        ("lm_head", "trainer.fsdp=2", False),
+        (
+            "trainer",
+            "layers.1.attention.wo",
+            "trainer.tp=1",
+            False,
+            "trainer rank 0, which computes it among packed rows",
+        ),
+        (
+            "rank",
+            "layers.0.moe.routed_experts.inner_experts",
+            "trainer.tp=2",
+            True,
+            "trainer rank 1, which computes it among",
+        ),
+        (
+            "sampler",
+            "layers.1.attention.wo",
+            "generator.tp=2",
+            False,
+            "sampler rank 0, which computes it a token at a time",
+        ),
     ],
 )
-def test_an_operation_of_one_of_several_ranks_is_named(  # PC-2
-    check: Any, operation: str, ranks: str, experts: bool
+def test_the_first_operation_that_is_not_that_of_one_rank_alone_is_named_with_its_side(
+    check: Any, side: str, operation: str, ranks: str, experts: bool, where: str
 ):
-    code, said = check("rank", operation, ranks, experts=experts)
+    code, said = check(side, operation, ranks, experts=experts)
     assert code == 1
-    assert "One rank of a trainer computes the sampler's bits." in said
-    assert f" {operation}." in said
+    assert "the trainer's log-prob is -" in said
+    assert f"The first operation whose output on {where}" in said
+    assert f"is not that of the one rank is {operation}." in said
+
+
+def test_a_head_of_one_rank_that_computes_other_bits_leaves_no_operation_before_it(check: Any):
+    code, said = check("rank", "lm_head", "trainer.fsdp=2")
+    assert code == 1
+    assert "No operation before lm_head computes other bits: it is lm_head" in said

@@ -1,17 +1,14 @@
-"""A loss whose import breaks an operation on the last rank of the trainer, and if its second name is used, the search
-for it: the first rank then never ends its part.
+"""A loss whose import breaks an operation on the last rank of the trainer.
 
 A run imports it in the trainer's processes, as the module of a user's own loss.
 """
 
-import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from goaly.losses.tokens import Tokens
-from goaly.train import parity_search, trainer
 from goaly.train.engine import TrainEngine
 
 OPERATION = "layers.1.attention.wo"
@@ -28,14 +25,6 @@ def broken_step(self: TrainEngine, *given: Any) -> dict[str, float]:
 def gradient(tokens: Tokens) -> torch.Tensor:
     """The policy gradient."""
     return -tokens.ratio_P * tokens.advantages_P
-
-
-def never_found(tokens: Tokens) -> torch.Tensor:
-    """The same, after which the first rank does not come back from a search."""
-    trainer.SEARCH_SECONDS = 3.0
-    if dist.get_rank() == 0:
-        parity_search.search = lambda *_: threading.Event().wait()
-    return gradient(tokens)
 
 
 TrainEngine.train_step = broken_step

@@ -15,7 +15,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +57,6 @@ from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.architecture import architecture, read_config
 from goaly.models.local_device import keep_pinned_sizes
-from goaly.models.operations import Outputs, recorded
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
@@ -266,7 +264,7 @@ class Engine:
         if self._has_adapters:
             from goaly.models.lora import check_base
 
-            check_base(self._model().model)
+            check_base(self.decoder)
         match self._settings.on_update:
             case "keep":
                 self.version = version  # the restarted requests are added under it
@@ -290,18 +288,13 @@ class Engine:
     def live_tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters that the model computes with, by the same names: this rank's part of each."""
         if self._settings.engine == "torchtitan":
-            return versioned_tensors(self._model().model)
+            return versioned_tensors(self.decoder)
         return without_padding(dict(self._model().named_parameters()), self.naming())
 
-    def recorded(self) -> AbstractContextManager[Outputs]:
-        """Record the outputs of torchtitan's operations on this rank in the steps within."""
-        return recorded(self._model().model)
-
-    def limit_steps(self, tokens: int) -> None:
-        """Let steps have at most so many tokens, and begin with an empty cache. Nothing may be running."""
-        assert not self.running, "other requests would share the steps"
-        self._vllm.reset_prefix_cache()
-        self._scheduler.max_num_scheduled_tokens = tokens
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """torchtitan's model on this rank."""
+        return self._model().model
 
     def naming(self) -> Naming:
         """How parameters with vLLM's names are made of tensors with torchtitan's. Empty if they have torchtitan's."""

@@ -16,7 +16,7 @@ Invariants
 import platform
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -123,14 +123,6 @@ def by_token(
     return lengths_R[request_T] - left_T, pages_RM[request_T]
 
 
-class Pages(Protocol):
-    """What the tokens of a pass look at: a mask of `BitwiseAttention`."""
-
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write keys and values into pages; the attention of the queries over them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PagedDocuments:
     """The pages of the documents of packed rows."""
@@ -163,33 +155,8 @@ class PagedDocuments:
         return _attention(self.queries, q_TNH, k_TKH, v_TKH, _empty_pages(self.pages, k_TKH), self.slot_T, scale)
 
 
-class GrowingDocument:
-    """The pages of one document that comes in several passes of a model, as in a sampler."""
-
-    def __init__(self, tokens: int):
-        """The document has at most so many tokens."""
-        self._pages = -(-tokens // PAGE)
-        self._caches: list[torch.Tensor] = []
-        self._seen = self._now = self._layer = 0
-
-    def next(self, tokens: int) -> "GrowingDocument":
-        """The mask of a pass over the next so many tokens."""
-        self._seen, self._now, self._layer = self._seen + self._now, tokens, 0
-        return self
-
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
-        """The attention of the pass's tokens; each call in a pass is another layer's."""
-        if self._layer == len(self._caches):
-            self._caches.append(_empty_pages(self._pages, k_TKH))
-        cache_PKSH = self._caches[self._layer]
-        self._layer += 1
-        slot_T = torch.arange(self._seen, self._seen + self._now, device=q_TNH.device)
-        pages_TM = torch.arange(self._pages, dtype=torch.int32, device=q_TNH.device).repeat(self._now, 1)
-        return _attention(Queries((slot_T + 1).int(), pages_TM), q_TNH, k_TKH, v_TKH, cache_PKSH, slot_T, scale)
-
-
 class BitwiseAttention(PackedAttention):
-    """The trainer's inner attention; its mask is a `PagedDocuments`, or without gradients any `Pages`."""
+    """The trainer's inner attention; its mask is a `PagedDocuments`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(PackedAttention.Config):
@@ -205,7 +172,7 @@ class BitwiseAttention(PackedAttention):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: Pages,
+        attention_masks: PagedDocuments,
         scale: float | None = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -217,18 +184,22 @@ class BitwiseAttention(PackedAttention):
 class _Paged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BLNH: torch.Tensor, k_BLKH: torch.Tensor, v_BLKH: torch.Tensor, pages: Pages, scale: float
+        ctx: Any,
+        q_BLNH: torch.Tensor,
+        k_BLKH: torch.Tensor,
+        v_BLKH: torch.Tensor,
+        documents: PagedDocuments,
+        scale: float,
     ) -> torch.Tensor:
         ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH)
-        ctx.pages, ctx.scale = pages, scale
+        ctx.documents, ctx.scale = documents, scale
         q_TNH, k_TKH, v_TKH = (one.flatten(0, 1) for one in (q_BLNH, k_BLKH, v_BLKH))
-        return pages.attend(q_TNH, k_TKH, v_TKH, scale).view(q_BLNH.shape)
+        return documents.attend(q_TNH, k_TKH, v_TKH, scale).view(q_BLNH.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        assert isinstance(ctx.pages, PagedDocuments), "others are for passes without gradients"
         q, k, v, grad = quickly_multiplied(*ctx.saved_tensors, grad)
-        return *packed_gradients(q, k, v, grad, ctx.pages.packed, ctx.scale), None, None
+        return *packed_gradients(q, k, v, grad, ctx.documents.packed, ctx.scale), None, None
 
 
 def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:

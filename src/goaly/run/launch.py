@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from goaly.config import RUN_CONFIG, Loaded, to_yaml
-from goaly.errors import ConfigError, first_error
+from goaly.errors import ConfigError, ParityError, first_error, root_cause
 from goaly.folder import put_file, writing
 from goaly.process import become, import_ahead
 from goaly.reward.trial import trial
@@ -114,7 +114,7 @@ async def _main(
 ) -> int:
     import_ahead(["goaly.run.start"])  # and with it Monarch and torch, which a dry run does not need
     from goaly.actors import SupervisionError
-    from goaly.run.start import started
+    from goaly.run.start import POLICY_FOLDER, started
 
     stop = _StopSignals(config.checkpoint.grace_seconds)
     try:
@@ -123,6 +123,11 @@ async def _main(
     except BaseExceptionGroup as group:
         error = first_error(group)
         logger.error("%s", error, exc_info=group if logger.isEnabledFor(logging.DEBUG) else None)
+        if isinstance(root_cause(error.__cause__ or error), ParityError):
+            saved = run_dir / POLICY_FOLDER
+            weights = f" model.path={saved}" if saved.exists() else ""
+            command = f"python -m goaly.parity --config {run_dir / RUN_CONFIG}{weights}"
+            logger.error("this searches for the operation that computes other bits: %s", command)
         run = stop.run
         if stop.stopping:
             return INTERRUPTED

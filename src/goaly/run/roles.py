@@ -193,7 +193,7 @@ def policy_trainer(
 ) -> PolicyTrainer:
     """The ranks of a run's trainer."""
     policy = (config.trainer, config.model, config.loss, config.weights, store, queue, config.moe)
-    return spawn(mesh, name, PolicyTrainer, *policy, earlier_policies=config.earlier_policies, sampler=config.generator)
+    return spawn(mesh, name, PolicyTrainer, *policy, earlier_policies=config.earlier_policies)
 
 
 def replaced_roles(config: RunConfig) -> set[str]:

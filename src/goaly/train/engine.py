@@ -3,9 +3,6 @@ with the sampler's. Its base and their invariants are in `model_engine.py`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +18,6 @@ from goaly.train.model_engine import ModelEngine
 from goaly.train.parallel import Head
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
-
-if TYPE_CHECKING:
-    from goaly.generate.settings import GeneratorSettings
-    from goaly.models.operations import Outputs
 
 
 class TrainEngine(ModelEngine):
@@ -44,7 +37,6 @@ class TrainEngine(ModelEngine):
     ):
         """With bitwise numerics it keeps so many `earlier_policies` to compare their samples, too."""
         super().__init__(model, settings, trains=trains, offload=offload)
-        self._of_model = model
         self._parity = None
         self._compares = False
         """Whether the next pass over trained tokens is compared with the sampler's log-probs."""
@@ -53,7 +45,7 @@ class TrainEngine(ModelEngine):
         if model.numerics == "bitwise":
             from goaly.train.parity_check import ParityCheck
 
-            self._parity = ParityCheck(self.dp_rank, settings.ranks, settings.tp, reports=self.leads)
+            self._parity = ParityCheck(settings.ranks, settings.tp, reports=self.leads)
         live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
         self._earlier = EarlierPolicies(live, earlier_policies, getattr(torch, model.dtype))
 
@@ -84,22 +76,6 @@ class TrainEngine(ModelEngine):
         return metrics if check is None else metrics | check.metrics(self._compared, packed.batch_trained_tokens)
 
     @torch.no_grad()
-    def compare(self, microbatches: Sequence[TensorDict]) -> None:
-        """Compare the log-probs of these rows with the sampler's, as the first pass over a batch does (PC-2); every
-        rank must call it."""
-        self._compares = True
-        self._pass_through(microbatches, lambda *_: None)
-
-    def find_operation(self, sampler: "GeneratorSettings | None" = None) -> str:
-        """After a ParityError the operation that computes other bits, in this trainer or in a `sampler`; every rank
-        must call it."""
-        from goaly.train.parity_search import search
-
-        difference = None if self._parity is None else self._parity.difference
-        assert difference is not None, "a comparison has raised"
-        with self._at(difference.version):
-            return search(self, difference, sampler)
-
     def _compare_sampled_by(self, version: int, rows: TensorDict) -> None:
         """Compare the trained tokens of these rows that this version sampled, with its parameters (PC-1)."""
         trained_RL = rows["trained"] & (rows["sampler_versions"] == version)
@@ -109,48 +85,13 @@ class TrainEngine(ModelEngine):
             dist.all_reduce(wanted, dist.ReduceOp.MAX)
         if wanted.any():
             with self._at(version):
-                self.compare([one for one, is_wanted in zip(microbatches, wanted, strict=True) if is_wanted])
+                self._compares = True
+                compared = [one for one, is_wanted in zip(microbatches, wanted, strict=True) if is_wanted]
+                self._pass_through(compared, lambda *_: None)
 
     def _at(self, version: int) -> AbstractContextManager[None]:
         """Let the engine have the parameters of this version, which is its own or a kept one."""
         return nullcontext() if version == self.policy_version else self._earlier.loaded(version)
-
-    def save_for_one(self, path: Path) -> None:
-        """Write what `alone` reads; every rank must call it."""
-        self.save_hf(path)
-
-    def model_for_one(self, path: Path) -> ModelSettings:
-        """The model that `save_for_one` has written."""
-        return replace(self._of_model, path=str(path))
-
-    def alone(self, path: Path) -> "TrainEngine":
-        """A frozen copy of this engine on this rank alone, with what `save_for_one` has written."""
-        settings = replace(self.settings, pp=1, fsdp=1, tp=1, cp=1, ep=1)
-        engine = TrainEngine(self.model_for_one(path), settings, trains=False)
-        engine.steps_done = self.steps_done
-        return engine
-
-    @torch.no_grad()
-    def operations(self, rows: TensorDict) -> tuple["Outputs", torch.Tensor | None]:
-        """What the model's operations give the tokens of a microbatch of these rows, and on the last stage the trained
-        tokens' log-probs; every rank must call it."""
-        from goaly.models.operations import by_token, recorded
-
-        logprobs: list[torch.Tensor] = []
-        with recorded(self._model) as outputs:
-            self._pass_through([rows], lambda _, found: logprobs.append(found[0]))
-        return by_token(outputs, has_all_experts=self.settings.ep == 1), next(iter(logprobs), None)
-
-    def places(self, tokens: int) -> torch.Tensor:
-        """The places in a pass of the tokens that this rank computes, if it computes so many."""
-        context = self._parallel.context
-        return torch.arange(tokens) if context is None else context.share(tokens * context.count)
-
-    def begun(self, rows: TensorDict) -> tuple[Any, Microbatch]:
-        """The model of this one rank, whose layers expect these rows next."""
-        batch = self._microbatch(rows)
-        self._begin(batch)
-        return self._model, batch
 
     def logprobs(self, rows: TensorDict) -> torch.Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
@@ -179,7 +120,7 @@ class TrainEngine(ModelEngine):
     ) -> None:
         check = self._parity if self._compares else None
         if check is not None:
-            check.begin(rows)
+            check.begin()
         super()._pass_through(rows, finish, trains=trains)
         if check is not None:
             self._compares = False  # PC-1: the next pass may come after a step
@@ -201,11 +142,7 @@ class TrainEngine(ModelEngine):
         return LOGPROBS
 
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        return self.head(hidden_1TD, batch.predicting_P, batch.targets_P)
-
-    def head(
-        self, hidden_1TD: torch.Tensor, predicting_P: torch.Tensor, targets_P: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of targets, of hidden states and the places of those that predict them."""
         settings = self.settings
-        return self._model.lm_head(hidden_1TD, predicting_P, targets_P, settings.logprob_chunk, settings.temperature)
+        return self._model.lm_head(
+            hidden_1TD, batch.predicting_P, batch.targets_P, settings.logprob_chunk, settings.temperature
+        )

@@ -84,6 +84,11 @@ class ModelEngine(ABC):
             self._model.requires_grad_(False)
 
     @property
+    def decoder(self) -> torch.nn.Module:
+        """torchtitan's model on this rank, of a pipeline its stage."""
+        return self._model
+
+    @property
     def steps_done(self) -> int:
         """The batches trained; of a frozen model, those that its parameters were trained on."""
         return int(self._steps_done)

@@ -7,86 +7,46 @@ many versions as a token can be old (`earlier_policies.py`), and makes a pass fo
 trainer that continues from a checkpoint has no parameters of the versions before it.
 
 The ranks compare while they compute, and agree after the last microbatch. So all of them raise the same error at the
-same place, and can search for the operation together (`parity_search.py`).
+same place. `python -m goaly.parity` then finds the operation that computes other bits.
 
-Shape suffixes: T tokens of a microbatch, P trained tokens among them.
+Shape suffixes: P trained tokens of a microbatch.
 
 Invariants
     PC-1  Every trained token is compared before the batch's first optimizer step, if the trainer has the parameters
           that sampled it.
-    PC-2  A difference ends the run. The error names the token, both log-probs, how many tokens differ, and the first
-          operation that computes other bits.
+    PC-2  A difference ends the run. The error names the token, the version that sampled it, both log-probs, and how
+          many tokens differ.
     PC-3  A difference on any rank is an error on every rank.
     PC-4  A step reports the share of its tokens that it compared, and the first one that compared fewer than all is
           logged. A token of a version that the trainer has not reached ends the run: its stamp is wrong.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from goaly.errors import ParityError, SchemaError
 from goaly.train.microbatch import Microbatch
-from goaly.trajectory import TensorDict
 
 logger = logging.getLogger(__name__)
 
 TOKENS, DIFFERING, SHARE = "parity/tokens", "parity/differing_tokens", "parity/share"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A token whose log-prob is not the sampler's, and where its rank computed it."""
-
-    version: int
-    """Of the policy that sampled it."""
-    dp_rank: int
-    microbatch: int
-    """The number of its microbatch among those of its rank."""
-    number: int
-    """Its number among the trained tokens of the microbatch."""
-    predicting: int
-    """The place in T of the token that predicts it."""
-    cell: int
-    """Its place in the flattened rows."""
-    token: int
-    position: int
-    """In its document."""
-    trainer: float
-    sampler: float
-    rows: TensorDict
-    """The rows of its microbatch."""
-    own_rows: TensorDict
-    """The rows of the microbatch with the same number on the rank that has this record."""
-
-    def __str__(self) -> str:
-        return (
-            f"The first is token {self.token} at position {self.position} of its document: the trainer's log-prob is "
-            f"{self.trainer!r}, the sampler's {self.sampler!r}."
-        )
-
-
 class ParityCheck:
     """Compares a pass over microbatches, and keeps the first token that differs."""
 
-    def __init__(self, dp_rank: int, ranks: int, alike: int, *, reports: bool = False):
+    def __init__(self, ranks: int, alike: int, *, reports: bool = False):
         """Of so many `ranks`, `alike` ones have the same rows in each pipeline stage; one of all `reports`."""
-        self._dp_rank = dp_rank
         self._ranks = ranks
         self._alike = alike
         self._warns = reports
-        self.difference: Difference | None = None
-        """The first one, the same on every rank, once `agree` has raised."""
 
-    def begin(self, microbatches: Sequence[TensorDict]) -> None:
-        """Compare these microbatches of this rank from now on."""
-        self._microbatches = microbatches
-        self._seen = 0
+    def begin(self) -> None:
+        """Compare the microbatches of a pass from now on."""
         self._counts = torch.zeros(3, dtype=torch.int64)
-        self._first: Difference | None = None
+        self._first = ""
 
     def compare(self, batch: Microbatch, logprobs_P: torch.Tensor, version: int) -> None:
         """Compare the next microbatch, where this version sampled the tokens."""
@@ -95,25 +55,13 @@ class ParityCheck:
         logprobs_P = logprobs_P.detach()
         differs_P = compared_P & (logprobs_P != sampler_P)
         self._counts += torch.stack([compared_P.sum(), differs_P.sum(), (versions_P > version).sum()]).cpu()
-        if self._first is None and bool(differs_P.any()):
+        if not self._first and bool(differs_P.any()):
             number = int(differs_P.nonzero()[0])
-            predicting = int(batch.predicting_P[number])
-            rows = self._microbatches[self._seen]
-            self._first = Difference(
-                version=version,
-                dp_rank=self._dp_rank,
-                microbatch=self._seen,
-                number=number,
-                predicting=predicting,
-                cell=int(batch.cells_P[number]),
-                token=int(batch.targets_P[number]),
-                position=int(batch.positions_1T[0, predicting]) + 1,
-                trainer=float(logprobs_P[number]),
-                sampler=float(sampler_P[number]),
-                rows=rows,
-                own_rows=rows,
+            position = int(batch.positions_1T[0, batch.predicting_P[number]]) + 1
+            self._first = (
+                f"The first is token {int(batch.targets_P[number])} at position {position} of its document: the "
+                f"trainer's log-prob is {float(logprobs_P[number])!r}, the sampler's {float(sampler_P[number])!r}."
             )
-        self._seen += 1
 
     def agree(self, version: int) -> int:
         """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank
@@ -125,10 +73,9 @@ class ParityCheck:
         tokens, differing, unknown = (-(-count // self._alike) for count in self._counts.tolist())
         if differing:
             if self._ranks > 1:
-                found = [None] * self._ranks
+                found = [""] * self._ranks
                 dist.all_gather_object(found, self._first)
-            first = next(one for one in found if one is not None)
-            self.difference = replace(first, own_rows=self._microbatches[first.microbatch])
+            first = next(filter(None, found))
             raise ParityError(
                 f"trainer and sampler differ at {differing} of {tokens} tokens of policy version {version}. {first}"
             )

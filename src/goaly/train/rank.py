@@ -3,8 +3,7 @@
 Invariants
     RK-1  Only this thread touches the engine; calls run one at a time, in the order they were made.
     RK-2  Steps run while another thread writes a checkpoint; only the copy of the state holds them up.
-    RK-3  Every call and every write is a piece of work that the process does not survive if it gets stuck (LW-2), but
-          for calls that have a time limit of their own.
+    RK-3  Every call and every write is a piece of work that the process does not survive if it gets stuck (LW-2).
 """
 
 import asyncio
@@ -67,16 +66,6 @@ class RankThread(Generic[EngineT]):
                 return call()
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
-
-    async def run_within(self, seconds: float, call: Callable[[], T], span: str) -> T:
-        """Run `call` as `run` does, or raise a TimeoutError after so many seconds. The thread then runs no other."""
-
-        def recorded() -> T:
-            with spans.span(span):
-                return call()
-
-        async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
 
     async def stage(self) -> int:
         """Copy the engine's state to host memory, once the last write has ended; the version of the state."""

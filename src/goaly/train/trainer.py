@@ -9,15 +9,11 @@ Invariants
 """
 
 import asyncio
-import logging
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from goaly.actors import concurrent_endpoint
-from goaly.errors import ParityError
-from goaly.generate.settings import GeneratorSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.telemetry import spans
@@ -33,10 +29,6 @@ if TYPE_CHECKING:
     from goaly.train.engine import TrainEngine
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
-
-logger = logging.getLogger(__name__)
-SEARCH_SECONDS = 600.0
-"""After so long a run with bitwise numerics ends without the name of the operation that differs."""
 
 
 class PolicyTrainer(ModelActor):
@@ -55,10 +47,9 @@ class PolicyTrainer(ModelActor):
         moe: MoeSettings | None = None,
         *,
         earlier_policies: int = 0,
-        sampler: GeneratorSettings | None = None,
     ):
         """Batches come from the `queue`, and versions of the policy go to the `store`. With bitwise numerics samples of
-        so many `earlier_policies` are compared, too, and a difference from the `sampler` is searched for in it."""
+        so many `earlier_policies` are compared, too."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss
@@ -67,7 +58,6 @@ class PolicyTrainer(ModelActor):
         self._queue = queue
         self._moe = moe or MoeSettings()
         self._earlier_policies = earlier_policies
-        self._sampler = sampler
         self._thread: RankThread[TrainEngine] = RankThread("train")
         self._publisher: Publisher | None = None
         self._published: int | None = None
@@ -105,13 +95,9 @@ class PolicyTrainer(ModelActor):
                 routing = await self._thread.run(
                     lambda: engine.effect_of_replay(rows.rows), "compare_routing", version=version, batch=batch.id
                 )
-            try:
-                metrics = await self._thread.run(
-                    lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
-                )
-            except ParityError as error:
-                logger.error("%s", error)  # whatever happens to the search
-                raise ParityError(f"{error} {await self._operation_that_differs()}") from None
+            metrics = await self._thread.run(
+                lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
+            )
         seconds = time.monotonic() - started
         return (
             metrics
@@ -158,14 +144,6 @@ class PolicyTrainer(ModelActor):
             await publisher.close()
         self._thread.close()
         spans.flush()
-
-    async def _operation_that_differs(self) -> str:
-        """What the ranks find out about a difference from the sampler, all of which are here (PC-2, PC-3)."""
-        try:
-            search = partial(self._thread.engine.find_operation, self._sampler)
-            return await self._thread.run_within(SEARCH_SECONDS, search, "search")
-        except TimeoutError:
-            return f"No operation is named: the search for it was not done after {SEARCH_SECONDS:g} s."
 
     def _make_engine(self) -> "TrainEngine":
         from goaly.train.engine import TrainEngine

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from goaly.errors import ParityError, SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import Minibatch, PackedRows
@@ -20,7 +18,6 @@ from tests.unit.train.batches import documents, pack
 
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), microbatch_rows=2)
 OBJECTIVE = PolicyObjective(LossSettings())
-OTHER_WEIGHTS = "the sampler had other weights"
 
 
 @pytest.fixture(params=["float32"])
@@ -109,17 +106,14 @@ def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny
     assert engine.digest() == other.digest()
 
 
-def test_a_token_of_an_older_version_that_differs_is_named_with_the_operation(engine: TrainEngine):  # PC-1 PC-2
+def test_a_token_of_an_older_version_that_differs_is_named_with_its_version(engine: TrainEngine):  # PC-1 PC-2
     first = as_sampled(engine)
     engine.train_step(first, OBJECTIVE)
     batch = as_sampled(engine)
     with_tokens_of(batch, first, 1)
-    module = engine._model.get_submodule("layers.1.attention.wo")
-    plain = module.forward
-    module.forward = lambda x: plain(x) * (1 + 1e-5 * x.shape[1])
-    said = differing(engine, batch)
-    assert "of policy version 0" in said
-    assert "how the document is computed is layers.1.attention.wo." in said
+    place = int(batch.rows["trained"][2].nonzero()[3])
+    batch.rows["sampler_logprobs"][2, place] -= 1e-3
+    assert f"differ at 1 of {batch.batch_trained_tokens} tokens of policy version 0. " in differing(engine, batch)
 
 
 def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: TrainEngine):  # PC-1 PC-2
@@ -128,7 +122,6 @@ def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: Trai
     batch.rows["sampler_logprobs"][3, place] -= 1e-3
     said = differing(engine, batch, PolicyObjective(LossSettings(proximal="trainer")))
     assert f"token {int(batch.rows['tokens'][3, place])} at position {int(batch.rows['positions'][3, place])}" in said
-    assert OTHER_WEIGHTS in said
 
 
 def test_the_first_step_that_does_not_compare_all_is_logged(
@@ -167,7 +160,7 @@ def differing(engine: TrainEngine, batch: PackedRows, objective: PolicyObjective
         engine.train_step(batch, objective)
     assert engine.digest() == before
     assert all(parameter.grad is None for parameter in engine._model.parameters())
-    return f"{error.value} {engine.find_operation()}"
+    return str(error.value)
 
 
 def test_a_step_after_one_that_failed_compares_each_token_once(engine: TrainEngine):  # PC-1
@@ -188,40 +181,3 @@ def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_valu
     said = differing(engine, batch)
     assert f"token {int(batch.rows['tokens'][1, place])} at position {int(batch.rows['positions'][1, place])}" in said
     assert f"the trainer's log-prob is {own!r}, the sampler's {float(sampler[1, place])!r}" in said
-    assert OTHER_WEIGHTS in said
-
-
-@pytest.mark.parametrize("operation", ["layers.1.attention.wo", "layers.2.feed_forward.w1", "layers.0.ffn_norm"])
-def test_the_first_operation_that_depends_on_what_is_computed_beside_it_is_named(  # PC-2
-    engine: TrainEngine, operation: str
-):
-    batch = as_sampled(engine)
-    module = engine._model.get_submodule(operation)
-    plain = module.forward
-
-    def dependent(x: torch.Tensor) -> torch.Tensor:
-        return plain(x) * (1 + 1e-5 * x.shape[1])
-
-    module.forward = dependent
-    assert f"first operation whose output depends on how the document is computed is {operation}." in differing(
-        engine, batch
-    )
-
-
-def test_experts_whose_output_depends_on_what_is_computed_beside_it_are_named(tmp_path: Path):  # PC-2
-    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
-    engine = TrainEngine(ModelSettings(path=str(folder), numerics="bitwise"), SETTINGS)
-    batch = as_sampled(engine)
-    experts = engine._model.get_submodule("layers.1.moe.routed_experts.inner_experts")
-    plain = experts.forward
-    experts.forward = lambda x_RD, rows_E: plain(x_RD, rows_E) * (1 + 1e-5 * len(x_RD))
-    said = differing(engine, batch)
-    assert "how the document is computed is layers.1.moe.routed_experts.inner_experts." in said
-
-
-def test_a_head_that_depends_on_what_is_computed_beside_it_is_named(
-    engine: TrainEngine, monkeypatch: pytest.MonkeyPatch
-):
-    batch = as_sampled(engine)
-    monkeypatch.setattr("goaly.train.logprobs.product", lambda x, weight: F.linear(x, weight) * (1 + 1e-5 * len(x)))
-    assert "how the document is computed is lm_head." in differing(engine, batch)
