@@ -160,7 +160,7 @@ class Engine:
         else:
             keep_pinned_sizes()
             if model.numerics == "bitwise":
-                from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
+                from goaly.generate.bitwise_backend import use_exact_logprobs
 
                 use_exact_logprobs(runner.sampler)
         self._supported_tasks = self._vllm.get_supported_tasks()

@@ -254,13 +254,9 @@ class BitwiseForCausalLM(TorchtitanForCausalLM):
 
 
 def _bitwise_backend() -> Any:
-    if get_current_vllm_config().device_config.device_type == "cpu":
-        from goaly.generate.bitwise_backend import BitwiseBackend
+    from goaly.generate.bitwise_backend import CpuBackend, GpuBackend
 
-        return BitwiseBackend
-    from goaly.generate.bitwise_gpu_backend import BitwiseGpuBackend
-
-    return BitwiseGpuBackend
+    return CpuBackend if get_current_vllm_config().device_config.device_type == "cpu" else GpuBackend
 
 
 def _fill_in_heads(config: Any, shape: Architecture) -> None:

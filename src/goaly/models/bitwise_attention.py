@@ -40,9 +40,10 @@ class Queries:
     _schedule: list[torch.Tensor] = field(default_factory=list)
     """0, 1, …, T as i32, and the CPU kernel's division of the work, once made. All layers have the same heads."""
 
-    def attend(self, q_TNH: torch.Tensor, cache_PKSH: torch.Tensor, out_TNH: torch.Tensor, scale: float) -> None:
-        """Write each query's attention over the cache."""
-        keys, values = cache_PKSH.chunk(2, dim=2)
+    def attend(
+        self, q_TNH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_TNH: torch.Tensor, scale: float
+    ) -> None:
+        """Write each query's attention over the keys and values `[P, K, S, H]` of a cache."""
         if on_gpu(q_TNH):
             from goaly.models import bitwise_kernels
 
@@ -94,15 +95,15 @@ class Queries:
 
 
 def write_pages(
-    k_TKH: torch.Tensor, v_TKH: torch.Tensor, cache_PKSH: torch.Tensor, slot_T: torch.Tensor, head_dim: int
+    k_TKH: torch.Tensor, v_TKH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """Put keys and values into their slots of the cache, in the kernel's order."""
-    keys, values = cache_PKSH.chunk(2, dim=2)
+    """Put these into their slots of the keys and values `[P, K, S, H]` of a cache, in the kernel's order."""
     if on_gpu(k_TKH):
         page_T, place_T = slot_T // keys.shape[2], slot_T % keys.shape[2]
         keys[page_T, :, place_T], values[page_T, :, place_T] = k_TKH, v_TKH
         return
-    _kernels().cpu_attn_reshape_and_cache(k_TKH, v_TKH, keys, values, slot_T, instructions(head_dim), 1.0, 1.0, "auto")
+    order = instructions(k_TKH.shape[2])
+    _kernels().cpu_attn_reshape_and_cache(k_TKH, v_TKH, keys, values, slot_T, order, 1.0, 1.0, "auto")
 
 
 def instructions(head_dim: int) -> str:
@@ -152,7 +153,13 @@ class PagedDocuments:
 
     def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
         """The attention of each token in its document."""
-        return _attention(self.queries, q_TNH, k_TKH, v_TKH, _empty_pages(self.pages, k_TKH), self.slot_T, scale)
+        # A document does not fill its last page, which the kernel reads to its end.
+        keys, values = k_TKH.new_zeros(self.pages, k_TKH.shape[1], 2 * PAGE, k_TKH.shape[2]).chunk(2, dim=2)
+        # The kernel that writes pages knows the distance of tokens only, not that of heads.
+        write_pages(k_TKH, v_TKH.contiguous(), keys, values, self.slot_T)
+        out_TNH = torch.empty_like(q_TNH)
+        self.queries.attend(q_TNH, keys, values, out_TNH, scale)
+        return out_TNH
 
 
 class BitwiseAttention(PackedAttention):
@@ -200,27 +207,6 @@ class _Paged(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, grad = quickly_multiplied(*ctx.saved_tensors, grad)
         return *packed_gradients(q, k, v, grad, ctx.documents.packed, ctx.scale), None, None
-
-
-def _empty_pages(pages: int, k_TKH: torch.Tensor) -> torch.Tensor:
-    """A cache of zeros: a document does not fill its last page, which the kernel reads to its end."""
-    return k_TKH.new_zeros(pages, k_TKH.shape[1], 2 * PAGE, k_TKH.shape[2])
-
-
-def _attention(
-    queries: Queries,
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    cache_PKSH: torch.Tensor,
-    slot_T: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    # The kernel that writes pages knows the distance of tokens only, not that of heads.
-    write_pages(k_TKH, v_TKH.contiguous(), cache_PKSH, slot_T, q_TNH.shape[2])
-    out_TNH = torch.empty_like(q_TNH)
-    queries.attend(q_TNH, cache_PKSH, out_TNH, scale)
-    return out_TNH
 
 
 @cache

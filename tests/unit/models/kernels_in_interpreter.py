@@ -133,7 +133,7 @@ HEADS, KV_HEADS, WIDTH = 3, 1, 40
 
 
 def a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm() -> None:  # BA-1
-    from goaly.generate import bitwise_gpu_backend as backend
+    from goaly.generate.bitwise_backend import GpuImplementation
 
     tokens, longest, slots = sum(LENGTHS), LENGTHS[-1], 16
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -145,17 +145,19 @@ def a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm()
         pages = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:5].int()
         at, start = torch.arange(longest), tokens - longest
         cache[pages[at // slots].long(), :, at % slots] = torch.cat([k, 3 * v], -1)[0, start:]
-        implementation = object.__new__(backend.BitwiseGpuImplementation)
+        implementation = object.__new__(GpuImplementation)
         implementation.head_size, implementation.scale = WIDTH, WIDTH**-0.5
         other = torch.tensor([[3, 1, 0, 0, 0]], dtype=torch.int32)  # another request of the step, with three tokens
         for chunk in (at[:1], at[5:35], at[-1:]):
             ends = torch.tensor([3, 3 + len(chunk)], dtype=torch.int32)
             starts, lengths = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([20, int(chunk[-1]) + 1])
             both = torch.cat([other, pages[None]])
-            of_tokens = bitwise_attention.by_token(ends, lengths.int(), both, starts, 3 + len(chunk))
+            asked = bitwise_attention.Queries(
+                *bitwise_attention.by_token(ends, lengths.int(), both, starts, 3 + len(chunk))
+            )
             queries = torch.cat([q[0, :3], q[0, start + chunk], q[0, :2]])  # two rows of padding
             out = torch.zeros_like(queries)
-            implementation.forward(None, queries, k, v, cache, SimpleNamespace(of_tokens=of_tokens), out)
+            implementation.forward(None, queries, k, v, cache, SimpleNamespace(queries=asked), out)
             assert torch.equal(out[3:-2], packed[start + chunk])
             assert not out[-2:].any()
 
@@ -178,7 +180,7 @@ def _same_gradients(mine: torch.Tensor, plain: torch.Tensor, given: list[torch.T
 
 
 def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None:  # LP-4, PC-1
-    from goaly.generate.bitwise_gpu_backend import use_exact_logprobs
+    from goaly.generate.bitwise_backend import use_exact_logprobs
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
     from goaly.parity import compared, rows_of, sampled

@@ -216,11 +216,12 @@ def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(thre
     pages = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12].int()
     at = torch.arange(longest)
     slots = pages[at // 32].long() * 32 + at % 32
-    write_pages(k[0, start:], v[0, start:], cache, slots, width)
+    keys, values = cache.chunk(2, dim=2)
+    write_pages(k[0, start:], v[0, start:], keys, values, slots)
     for chunk in (at[:1], at[5:45], at[250:], at[-1:]):
         queries = Queries((chunk + 1).int(), pages.expand(len(chunk), -1).contiguous())
         out = torch.empty(len(chunk), heads, width, dtype=dtype)
-        queries.attend(q[0, start + chunk], cache, out, width**-0.5)
+        queries.attend(q[0, start + chunk], keys, values, out, width**-0.5)
         assert torch.equal(out, packed[start + chunk])
 
 
