@@ -161,7 +161,7 @@ async def _staged(gb: float) -> dict[str, Any]:
     assert not wrong, f"tensors that differ: {wrong}"
     slots = publisher._slots
     assert slots is not None
-    spares = [memory.spare for memory in subscriber._fetched._memories]
+    spares = subscriber._fetched._spares.values()
     pinned = {
         "ring_pinned": on_gpu and all(view.is_pinned() for view in slots.views(0)),
         "spares_pinned": on_gpu and all(one.is_pinned() for one in spares),

@@ -208,8 +208,8 @@ def damaging() -> type:
     from monarch.actor import concurrent_endpoint
 
     from goaly.generate.generator import Generator
+    from goaly.weights.copier import Copier
     from goaly.weights.fetched_weights import FetchedWeights
-    from goaly.weights.store_client import Copier
 
     class Damaging(Generator):
         @concurrent_endpoint
@@ -226,7 +226,7 @@ def damaging() -> type:
 
             def applied(self: FetchedWeights) -> None:
                 apply(self)
-                flip(self._memories[-1].live)
+                flip(self._live[next(reversed(self._spares))])
 
             if what == "a cast":
                 Copier.copy = copied
@@ -249,7 +249,7 @@ def damaging() -> type:
 async def test_a_byte_that_is_flipped_anywhere_on_the_way_ends_the_replica(
     tiny_model_folder: Path, capfd: pytest.CaptureFixture[str], what: str, transfer: Any, error: str
 ):
-    """WU-6, GE-4. The generator holds all parameters in bfloat16; norms are published in float32."""
+    """weights-8, GE-4. The generator holds all parameters in bfloat16; norms are published in float32."""
     from goaly.generate.connection import Connection
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher

@@ -110,7 +110,7 @@ async def test_a_version_that_was_written_over_is_refused_and_the_newest_is_had(
     assert await within(reader.pull(3))
 
 
-async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.Popen) -> None:  # WS-1
+async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.Popen) -> None:  # weights-3
     settings = WeightSettings(slots=2)
     store = new_store(settings)
     trainer, reader = Trainer(store, settings), Reader(store, "alive")
@@ -149,7 +149,9 @@ async def test_a_cancelled_wait_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 40, 100, 300])
-async def test_a_pull_that_is_cancelled_anywhere_holds_nothing_and_leaves_nothing_to_apply(turns: int) -> None:  # WU-2
+async def test_a_pull_that_is_cancelled_anywhere_holds_nothing_and_leaves_nothing_to_apply(
+    turns: int,
+) -> None:  # weights-3
     settings = WeightSettings(slots=2)
     store = new_store(settings)
     trainer, reader = Trainer(store, settings), Reader(store, "reader")
@@ -169,7 +171,7 @@ async def test_a_pull_that_is_cancelled_anywhere_holds_nothing_and_leaves_nothin
     assert await within(reader.pull(1))
 
 
-async def test_a_failed_copy_withdraws_the_version_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:  # WB-2
+async def test_a_failed_copy_withdraws_the_version_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:  # weights-3
     settings = WeightSettings()
     store = new_store(settings)
     ranks = [Trainer(store, settings, rank, 2) for rank in (0, 1)]
@@ -193,7 +195,7 @@ async def test_a_failed_copy_withdraws_the_version_for_all_ranks(monkeypatch: py
 
 async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_told(
     other_process: subprocess.Popen,
-) -> None:  # WS-2
+) -> None:  # weights-3
     settings = WeightSettings()
     store = new_store(settings)
     trainer = Trainer(store, settings, 0, 2)
@@ -210,7 +212,7 @@ async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_t
     assert (state.newest, state.versions) == (None, ())
 
 
-async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_torn_pull() -> None:  # WU-1
+async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_torn_pull() -> None:  # weights-1
     settings = WeightSettings()
     store = new_store(settings)
     trainer, reader = Trainer(store, settings), Reader(store, "reader")

@@ -308,7 +308,7 @@ async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refu
     assert not any((await generator.prefetch.call(0)).values())
 
 
-async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_other_copies_it(ranks) -> None:  # WU-4
+async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_other_copies_it(ranks) -> None:
     settings = WeightSettings(bucket_mib=0.05)
     trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")
     await generator.crossed.call()
@@ -320,7 +320,7 @@ async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_oth
     assert crossed == [2 * needed, needed, needed, needed]  # at the first, they don't know of each other
 
 
-async def test_readers_that_copy_from_each_other_see_whole_versions_while_the_trainer_publishes(ranks) -> None:  # WU-4
+async def test_readers_that_copy_from_each_other_see_whole_versions_while_the_trainer_publishes(ranks) -> None:
     versions = 30
     settings = WeightSettings(bucket_mib=0.05)
     trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROOMS = "|".join(path.stem for path in (ROOT / "src" / "goaly").iterdir() if path.stem.isidentifier())
 LABEL = re.compile(rf"\b(?:[A-Z]{{2}}|(?<![./-])(?:{ROOMS}))-[1-9]\d*\b(?![.-]\d)")
-DEFINITION = re.compile(rf"\s{{4,}}([A-Z]{{2}}-\d+(?=  \S)|(?:{ROOMS})-\d+(?=: \S))")
+DEFINITION = re.compile(rf"\s*([A-Z]{{2}}-\d+(?=  \S)|(?:{ROOMS})-\d+(?=: \S))")
 
 
 def lines(*tops: str) -> Iterator[tuple[str, str]]:

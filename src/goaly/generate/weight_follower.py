@@ -9,7 +9,7 @@ Invariants
     FO-2  A rank's prefetched weights are not overwritten before its engine has applied them.
     FO-3  Rank 0's lease lasts until all ranks have copied the version, and no longer: it is released after their vote.
     FO-4  A rank whose pull or link fails does not vote. `run` raises, its process ends (GE-4), and with it the others.
-          So it does if the weights that were fetched or applied are not those that were published (WU-6).
+          So it does if the weights that were fetched or applied are not those that were published (weights-8).
     FO-5  A store that dies fails nobody, if another one takes its place within `REPLACE_SECONDS`: its ranks wait for
           that one, vote against the version that they could not get, and change to it between two updates.
 """

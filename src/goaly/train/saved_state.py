@@ -2,7 +2,7 @@
 
 The state is the engine's `state_dict`. Its folder is one of torch.distributed.checkpoint, which any mesh can load: the
 plans below give it the rectangles of every rank, as the weight store has them, because it finds wrong ones itself
-where FSDP and tensor parallelism divide one dim unevenly (WA-1).
+where FSDP and tensor parallelism divide one dim unevenly (weights-11).
 
 Invariants
     SS-1  `write` writes the state of the last `stage`, whatever the engine has done since.

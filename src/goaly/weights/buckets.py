@@ -3,14 +3,9 @@
 A reader across the network fetches whole buckets. It tells the store which rectangles it needs; writers cut tensors at
 the edges of the rectangles that they know when they join. Without any, tensors are cut into stretches of rows.
 
-Invariants
-    WK-1  The pieces hold each element of the layout once, in another order. No piece is larger than the limit, unless
-          it is one element.
-    WK-2  A reader whose needs are known needs all of a bucket or none of it: it fetches nothing that it doesn't need.
-    WK-3  A bucket has one piece, or several within the limit that the same known readers need or that are small. A
-          reader that joins later seldom fetches a bucket of which it needs nothing.
-    WY-1  Needs name tensors and rectangles only. A reader that is wrong about a tensor's shape gets an error from
-          `plan` and spoils no writer's buckets.
+Pieces hold each element once, within the limit. A bucket's pieces are needed by the same known readers, so that these
+fetch nothing that they don't need; small ones share a bucket, so that a later reader seldom fetches one in vain. A
+reader that is wrong about a tensor's shape gets an error from `plan` and spoils no writer's buckets.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,11 +50,11 @@ def cut(layout: Layout, limit: int, needs: Sequence[Needs] = ()) -> tuple[Layout
         if piece.bytes >= SMALL * limit and not any(audience):
             buckets.append([piece])
             continue
-        if piece.bytes > room.get(audience, 0):  # WK-3
+        if piece.bytes > room.get(audience, 0):
             filling[audience] = []
             buckets.append(filling[audience])
             room[audience] = limit
-        filling[audience].append(piece)  # WK-2
+        filling[audience].append(piece)
         room[audience] -= piece.bytes
     ends = accumulate(map(len, buckets), initial=0)
     return tuple(chain.from_iterable(buckets)), tuple(range(*span) for span in pairwise(ends))
@@ -72,7 +67,7 @@ def _needed_of(shard: Shard, needs: Sequence[Needs]) -> tuple[tuple[Rectangle, .
         tuple(
             part
             for rectangle in one.get(shard.name, ())
-            if len(rectangle[0]) == len(shard.offset) and (part := common(place, rectangle)) is not None  # WY-1
+            if len(rectangle[0]) == len(shard.offset) and (part := common(place, rectangle)) is not None
         )
         for one in needs
     )
@@ -96,7 +91,7 @@ def _pieces(layout: Layout, limit: int, needs: Sequence[Needs]) -> list[tuple[Sh
 
 
 def _cells(rectangle: Rectangle, needed: Sequence[Rectangle]) -> list[Rectangle]:
-    """The rectangle, cut in each dim where one of the needed parts begins or ends (WK-2)."""
+    """The rectangle, cut in each dim where one of the needed parts begins or ends."""
     cells = [rectangle]
     for dim, (first, length) in enumerate(zip(*rectangle, strict=True)):
         edges = {edge - first for offset, shape in needed for edge in (offset[dim], offset[dim] + shape[dim])}
@@ -106,7 +101,7 @@ def _cells(rectangle: Rectangle, needed: Sequence[Rectangle]) -> list[Rectangle]
 
 
 def _within(limit: int, rectangle: Rectangle, itemsize: int) -> list[Rectangle]:
-    """The rectangle in pieces within the limit: cut along its first dim longer than 1, then along the next (WK-1)."""
+    """The rectangle in pieces within the limit: cut along its first dim longer than 1, then along the next."""
     shape = rectangle[1]
     size = prod(shape) * itemsize
     dim = next((dim for dim, length in enumerate(shape) if length > 1), None)

@@ -3,16 +3,14 @@
 A layout is a tuple of rectangles (`Shard`) that `naming.py` reads off tensors or DTensors. The rest is arithmetic:
 `share` divides rectangles that several ranks hold among them, `plan` finds the copies that fill a destination.
 
-Invariants
-    WL-1  The copies of a plan write every element of the destination exactly once, from the source element of the
-          same name and global position.
-    WL-2  `share` keeps every element, and each once: a rectangle that several ranks held is divided among them. Two
-          ranks that held the same rectangles then have the same number of bytes, to within one granule: `SPLIT_BYTES`,
-          or one index of the dim along which a larger rectangle was cut, whichever is more. From ten granules on, they
-          are within a tenth of even.
-    WL-3  Both are functions of their arguments: every process that computes them gets the same result.
+    weights-11: The copies of a plan write every element of the destination exactly once, from the source element of the
+        same name and global position: the rectangles of a layout are those that torch places on the rank, the parts of
+        a tensor cover it once, and a reader whose layout doesn't cover its parameters once is refused.
 
-Readers that each read everything once therefore load such ranks evenly, too.
+`share` keeps every element once: a rectangle that several ranks held is divided among them, so that two ranks with the
+same rectangles have the same number of bytes, to within one granule: `SPLIT_BYTES`, or one index of the dim along which
+a larger rectangle was cut, whichever is more. Readers that each read everything once load such ranks evenly, too. Both
+are functions of their arguments: every process that computes them gets the same result.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -160,7 +158,7 @@ _Held = tuple[Shard, dict[Rectangle, list[_Holder]]]
 
 
 def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
-    """The layouts in which each rectangle that several sources hold stays with one of them (WL-2)."""
+    """The layouts in which each rectangle that several sources hold stays with one of them."""
     pieces = [
         _Piece(0, rectangle, first.dtype.itemsize, holders)
         for first, places in _held(sources).values()
@@ -173,7 +171,7 @@ def share(sources: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def plan(sources: Sequence[Layout], destination: Layout) -> tuple[Copy, ...]:
-    """The copies that fill the destination (WL-1); raises a WeightsError that names anything no source holds."""
+    """The copies that fill the destination (weights-11); raises a WeightsError that names anything no source holds."""
     found = _held(sources)
     pieces: list[_Piece] = []
     for position, shard in enumerate(destination):
@@ -220,7 +218,7 @@ def _held(sources: Sequence[Layout]) -> dict[str, _Held]:
 
 
 def _spread(pieces: Sequence[_Piece], ranks: int) -> list[tuple[_Piece, _Holder]]:
-    """A holder for each piece; a large piece is divided among its holders (WL-2).
+    """A holder for each piece; a large piece is divided among its holders.
 
     Two ranks with the same rectangles stay within a granule of each other: the less loaded rank gets the larger slice
     of a large one, by at most one index, and each small one.

@@ -63,7 +63,7 @@ def renamed(layout: Layout, naming: Naming) -> Layout:
         if parts is None:
             shards.append(shard)
             continue
-        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # WN-1
+        if parts and not tile(tuple(part.place for part in parts), shard.global_shape):  # weights-11
             places = ", ".join(f"{part.place[1]} at {part.place[0]}" for part in parts[:4])
             raise WeightsError(
                 f"`{shard.name}` has shape {shard.global_shape}, which its parts don't cover once: {places}"

@@ -1,11 +1,7 @@
 """The trainer rank's side: copy its share of the weights into its slots, and report that to the store.
 
 All ranks publish the same versions in the same order. The last rank's report commits the version for readers. A publish
-waits for the rank's own copy and for one call of the store, never for a reader.
-
-Invariants
-    WB-1  `publish` returns once the rank's shards are copied: the tensors may change from then on.
-    WB-2  A publish that fails or is cancelled before the commit withdraws the version for all ranks.
+waits for the rank's own copy and for one call of the store, never for a reader. The tensors may change once it returns.
 """
 
 import asyncio
@@ -74,11 +70,10 @@ class Publisher(StoreClient):
                 if slot is None:
                     slot, digests = await self._store.begin.call_one(self._number, version)  # the other ranks' `staged`
                 digest = await self._copier.run(partial(self._stage, slots, slot, version, digests))
-                staged: Staged = await self._store.staged.call_one(
-                    self._number, version, slot, digest
-                )  # the other ranks' last
+                # answered once the other ranks have staged it, too
+                staged: Staged = await self._store.staged.call_one(self._number, version, slot, digest)
             except BaseException as error:
-                self._store.abandon.broadcast(self._number, version, repr(error))  # WB-2
+                self._store.abandon.broadcast(self._number, version, repr(error))  # weights-3
                 raise
             self._next = staged.next_slot, staged.digests_next
             return staged.committed

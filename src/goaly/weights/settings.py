@@ -25,16 +25,13 @@ class WeightSettings(Settings):
     """How published weights are kept and moved."""
 
     slots: Annotated[int, Ge(2)] = 3
-    """How many versions the trainer's ranks keep in memory, which takes slots x the size of the weights. With 3,
-    readers may hold two different versions while the trainer writes the next. The trainer never waits for a reader: if
-    readers hold all slots, those of the oldest version lose their lease and copy a newer one. Raise it if readers take
-    longer than slots - 1 publishes for a copy."""
+    """Versions that each trainer rank keeps in memory. With 3, readers may hold two while the trainer writes the next.
+    The trainer never waits for a reader: if readers hold all slots, those of the oldest version lose their lease and
+    copy a newer one. Raise it if readers take longer than slots - 1 publishes for a copy."""
     transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Floating-point type that weights are cast to when they are published: float32, bfloat16 or float16; null is
-    `model.dtype`, in which generators and a refreshed reference compute, so that nothing is lost. Set float32 for
-    readers that need the exact float32 parameters of a bfloat16 model, at twice the bytes."""
-    copy_threads: PositiveInt = 1
-    """Parallel copies when a rank publishes or pulls, each with as many threads as torch uses in that process."""
+    """Floating-point type in which weights are published: float32, bfloat16 or float16; null is `model.dtype`, in which
+    generators and a refreshed reference compute. Set float32 for readers that need the exact float32 parameters of a
+    bfloat16 model, at twice the bytes."""
     bucket_mib: PositiveFloat = 8.0
     """Size in MiB of the buckets in which weights are staged, sealed and sent over the network. Raise it where each
     transfer is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""

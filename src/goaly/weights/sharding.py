@@ -1,24 +1,8 @@
-"""Reads layouts off a rank's tensors and DTensors, and translates them into the published names.
+"""Which rectangles of which tensors a rank holds, read off tensors and DTensors.
 
-This is not part of `layout.py`, so that the weight store, which only compares layouts, starts without DTensor.
-
-A tensor may be known by another name elsewhere, or be made of other tensors: fused, one of a stack, tied. A `Naming`
-lists the parts that a tensor is made of, rectangle by rectangle. The publisher's and the reader's layouts are each
-translated into the published names, so `plan` need not know of it:
-
-    {"qkv.weight": fused({"q": (8, 4), "k": (2, 4), "v": (2, 4)}, dim=0)}             rows of q, then k, then v
-    {"expert.3.up": one_of("up_EFD", index=3, count=128, shape=(6, 4))}               the fourth of a stack
-    {"lm_head.weight": same("tok_embeddings.weight", (9, 4))}                         tied
-    {"rope.cache": ()}                                                                not moved at all
-
-A `Part` of your own describes anything else made of rectangles: grouped heads, transposed dims, a tensor-parallel
-rank's fused projections (`goaly.models.vllm_naming`).
-
-Invariants
-    WA-1  The rectangles of all ranks of a mesh are those that torch itself places there, for any mix of sharded and
-          replicated axes, also uneven and strided ones. For FSDP over TP on one dim that is FSDP's chunk of the TP
-          shard; with uneven sizes, reading `_StridedShard` from left to right would give other rectangles.
-    WN-1  The parts of a tensor cover it exactly: a renamed layout has every element of the original once.
+This is not part of `layout.py`, so that the weight store, which only compares layouts, starts without DTensor. For FSDP
+over TP on one dim a rank holds FSDP's chunk of the TP shard; with uneven sizes, reading `_StridedShard` from left to
+right would give other rectangles than torch's (weights-11).
 """
 
 from collections.abc import Mapping, Sequence

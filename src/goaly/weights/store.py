@@ -1,16 +1,12 @@
 """The weight store: one actor that knows where each version lies, who may read it, and who waits for the next.
 
-It holds no weights: those lie in the writers' memory (`slots.py`), and readers copy them from there. `versions.py`
-has the protocol. This module adds the waiting, and the watch over members' processes, whose leases it frees.
+It holds no weights: those lie in the writers' memory (`slots.py`), and readers copy them from there. `versions.py` has
+the protocol. This module adds the waiting, and the watch over members' processes.
 
-Invariants
-    WS-1  A reader's leases are free again once its process has ended, however it ended.
-    WS-2  A version whose writer died before all ranks had staged it is never seen; the other ranks get an error.
-    WS-3  A cancelled call holds nothing: a reader's newer request supersedes it, and every rank skips the version that
-          one rank withdrew (WV-7).
-    WS-4  A reader waits for a neighbour's pull only while the lease of that pull is held.
-    WS-5  Where writers are replaced, the death of one loses the versions of all, and readers wait for their successors.
-          Calls of the lost writers are refused. No reader gets a version older than the one that it had.
+    weights-3: A member that is cancelled, fails or ends holds nothing. Its leases are free, a newer request supersedes
+        its earlier ones, and a version that one rank could not stage is skipped by all.
+    weights-9: Where writers are replaced, the death of one loses the versions of all, and readers wait for their
+        successors. Calls of the lost writers are refused. No reader gets a version older than the one that it had.
 """
 
 import asyncio
@@ -41,20 +37,18 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The store's answer to a reader that joins."""
+    """The store's answer to a reader that joins: its number in later calls."""
 
     number: int
-    """The member's number in later calls."""
     pulse: bool
     """Whether the process must send pulses, because the store can't watch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedWriter(Joined):
-    """The store's answer to a writer rank, once all ranks have joined."""
+    """The store's answer to a writer rank: the shards that it stages, in so many slots."""
 
     layout: Layout
-    """The shards that this rank stages."""
     needs: tuple[Needs, ...]
     """The needs of the known readers that fetch whole buckets."""
     slots: int
@@ -67,9 +61,9 @@ class _Reader:
     watch: Watch
     transport: str
     needs: Needs
-    request: int = 0
-    unchecked: int
+    undigested: int
     """How many versions it has leased since the last one with a digest."""
+    request: int = 0
     place: tuple[str, tuple[tuple[int, ...], ...]] | None = None
     """Its host, and the buckets that it pulls from each writer rank, all on other hosts: neighbours have the same."""
     pulls: Lease | None = None
@@ -92,11 +86,11 @@ class WeightStore(Actor):
 
     def __init__(self, settings: WeightSettings | None = None, *, replaces_writers: bool = False):
         """`replaces_writers`: after the death of a writer a new group of the same size joins."""
-        self._group = uuid.uuid4().hex
-        """The name of the present group of writers, as in `Lease`."""
-        self._replaces_writers = replaces_writers
         settings = settings or WeightSettings()
         self._slots, self._verify_every = settings.slots, settings.verify_every
+        self._replaces_writers = replaces_writers
+        self._group = uuid.uuid4().hex
+        """The name of the present group of writers, as in `Lease`."""
         self._changed = asyncio.Event()
         self._ledger = VersionLedger(slots=self._slots)
         self._writers: dict[int, _Writer] = {}
@@ -130,15 +124,12 @@ class WeightStore(Actor):
         number = self._ledger.losses * world + rank
         await self._until(lambda: self._all_joined(number))  # the other ranks' joins, or a rank's death
         if not self._shared:
-            self._shared = share([self._writers[other].layout for other in range(world)])
-            self._needs = [self._needs_at(self._writers[other].process.host) for other in range(world)]
-        return JoinedWriter(
-            number=number,
-            pulse=process.host != this_host(),
-            layout=self._shared[rank],
-            needs=self._needs[rank],
-            slots=self._slots,
-        )
+            writers = [self._writers[other] for other in range(world)]
+            self._shared = share([writer.layout for writer in writers])
+            self._needs = [self._needs_at(writer.process.host) for writer in writers]
+        mine, needs = self._shared[rank], self._needs[rank]
+        far = process.host != this_host()
+        return JoinedWriter(number=number, pulse=far, layout=mine, needs=needs, slots=self._slots)
 
     @concurrent_endpoint
     async def offer(self, writer: int, source: Source) -> None:
@@ -154,30 +145,20 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def begin(self, writer: int, version: int) -> tuple[int, bool]:
         """The slot to stage this version in, and whether with a digest; waits for the commit of the version before."""
-        slot = await self._until(
-            lambda: self._ledger.begin(self._rank_of(writer), version)
-        )  # the slower ranks' `staged`, or a death
-        self._wake()  # readers that wait for a neighbour whose lease this revoked (WS-4)
+        slot = await self._until(lambda: self._ledger.begin(self._rank_of(writer), version))  # slower ranks, or a death
+        self._wake()  # readers that wait for a neighbour whose lease this revoked
         return slot, self._digests[version] is not None if version in self._digests else self._digests_next
 
     @concurrent_endpoint
     async def staged(self, writer: int, version: int, slot: int, digest: int | None) -> Staged:
-        """Record that this rank's shards are in place, and their digest. The last rank's call commits the version and
-        wakes readers."""
+        """Record that this rank's shards are in place, and their digest. The last rank's call commits the version."""
 
         def recorded() -> Staged | None:
             rank = self._rank_of(writer)
             committed = self._ledger.staged(rank, version, slot)
             if committed is None:
                 return None
-            if version not in self._digests:  # the same answer to all ranks
-                self._undigested = 1 if digest is not None else self._undigested + 1
-                self._digests_next = self._wants_digest or self._undigested >= self._verify_every
-                self._wants_digest = False
-            known = self._digests.get(version, 0)
-            self._digests[version] = None if known is None or digest is None else (known + digest) % 2**64
-            kept = (*self._ledger.versions, version)
-            self._digests = {one: digest for one, digest in self._digests.items() if one in kept}
+            self._add_digest(version, digest)
             next_slot = self._ledger.reserve(rank)
             return Staged(committed=committed, next_slot=next_slot, digests_next=self._digests_next)
 
@@ -203,7 +184,7 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def lose_writers(self) -> None:
-        """The writers are dead, which the store itself may learn later, if they are on another host (WS-5)."""
+        """The writers are dead, which the store itself may learn later, if they are on another host (weights-9)."""
         if self._writers:
             self._lose_writers()
 
@@ -214,15 +195,10 @@ class WeightStore(Actor):
         self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
     ) -> Joined:
         """Add a reader. If not all writers have joined yet, they will cut their buckets to its needs."""
-        reader = next(self._numbers)
+        reader, every = next(self._numbers), self._verify_every
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
-            name=name,
-            process=process,
-            watch=watching,
-            transport=transport,
-            needs=needs or {},
-            unchecked=self._verify_every,
+            name=name, process=process, watch=watching, transport=transport, needs=needs or {}, undigested=every
         )
         return Joined(number=reader, pulse=process.host != this_host())
 
@@ -269,7 +245,7 @@ class WeightStore(Actor):
         """Hold this version for the reader; None if it is gone. Waits while the newest version is lost."""
         known = self._known(reader)
         known.request = max(known.request, request)
-        await self._until(lambda: version != self._ledger.may_return or None)  # the successors' commit (WS-5)
+        await self._until(lambda: version != self._ledger.may_return or None)  # the successors' commit (weights-9)
         self._check_current(reader, request)
         return self._held(reader, version) if self._ledger.lease(reader, version) else None
 
@@ -295,7 +271,7 @@ class WeightStore(Actor):
             for other in neighbours:
                 if other.pulls is None or other.pulls.version != lease.version:
                     continue
-                if other.mirror is not None or leased.get(other.pulls.reader) == lease.version:  # WS-4
+                if other.mirror is not None or leased.get(other.pulls.reader) == lease.version:
                     return other.mirror
             mine.pulls, mine.mirror = lease if neighbours else None, None
             return bool(neighbours)
@@ -347,16 +323,14 @@ class WeightStore(Actor):
         return answer
 
     def _wake(self) -> None:
-        """Let all waiting calls look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _reader_ended(self, reader: int) -> None:
-        ended = self._readers[reader]
-        held = self._ledger.leased.get(reader)
+        ended, held = self._readers[reader], self._ledger.leased.get(reader)
         level = logging.INFO if held is None else logging.WARNING
         logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
-        self._forget(reader)  # WS-1
+        self._forget(reader)  # weights-3
 
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         lost = f"writer rank {rank} ({process}) ended"
@@ -364,11 +338,11 @@ class WeightStore(Actor):
         if self._replaces_writers and self._ledger.ended is None:
             self._lose_writers()
         else:
-            self._ledger.end(lost)  # WS-2
+            self._ledger.end(lost)  # weights-3
             self._wake()
 
     def _lose_writers(self) -> None:
-        """Forget the writers and what they staged; others join in their place (WS-5)."""
+        """Forget the writers and what they staged; others join in their place (weights-9)."""
         for writer in self._writers.values():
             writer.watch.close()
         self._writers.clear()
@@ -406,7 +380,7 @@ class WeightStore(Actor):
         self._wake()
 
     def _supersede(self, reader: int, request: int) -> None:
-        """Void the reader's earlier requests and its lease; a request that is itself late voids nothing (WS-3)."""
+        """Void the reader's earlier requests and its lease; a request that is itself late voids nothing (weights-3)."""
         known = self._known(reader)
         if request >= known.request:
             known.request = request
@@ -415,17 +389,27 @@ class WeightStore(Actor):
 
     def _check_current(self, reader: int, request: int) -> None:
         if self._known(reader).request != request:
-            raise WeightsError(f"reader {self._readers[reader].name} gave up this request")  # WS-3
+            raise WeightsError(f"reader {self._readers[reader].name} gave up this request")  # weights-3
 
     def _known(self, reader: int) -> _Reader:
         if reader not in self._readers:
             raise WeightsError(f"reader {reader} has left, or its process ended")
         return self._readers[reader]
 
+    def _add_digest(self, version: int, digest: int | None) -> None:
+        if version not in self._digests:  # the first rank's call: all get the same answer about the next version
+            self._undigested = 1 if digest is not None else self._undigested + 1
+            self._digests_next = self._wants_digest or self._undigested >= self._verify_every
+            self._wants_digest = False
+        known = self._digests.get(version, 0)
+        self._digests[version] = None if known is None or digest is None else (known + digest) % 2**64
+        kept = (*self._ledger.versions, version)
+        self._digests = {one: digest for one, digest in self._digests.items() if one in kept}
+
     def _held(self, reader: int, version: int) -> Lease:
         known, digest = self._known(reader), self._digests[version]
-        known.unchecked = 0 if digest is not None else known.unchecked + 1
-        if known.unchecked > self._verify_every:  # at first, or if it passed over those with a digest
-            self._wants_digest, known.unchecked = True, 0
+        known.undigested = 0 if digest is not None else known.undigested + 1
+        if known.undigested > self._verify_every:  # at first, or if it passed over those with a digest
+            self._wants_digest, known.undigested = True, 0
         slot = self._ledger.slot_of(version)
         return Lease(version=version, slot=slot, reader=reader, writers=self._group, digest=digest)

@@ -1,21 +1,9 @@
 """The reader's side: wait for a version, copy the rectangles that it needs, then put them in place.
 
 In a tensor-parallel replica only rank 0 asks for `newest`; it lends its lease to the other ranks' `prefetch`, which
-then make no call of the store. Each rank tells the store which rectangles it needs before that (`join`).
-
-Invariants
-    WU-1  `apply` puts one whole version in place: one that `prefetch` copied under one lease, with every bucket still
-          sealed with that version after the copy. If the lease was revoked and a writer has begun to overwrite the
-          slot, a seal differs and the copy is discarded.
-    WU-2  A cancelled or failed `prefetch` holds nothing and leaves nothing to apply.
-    WU-3  A prefetched version is applied once: the next `apply` needs another `prefetch`.
-    WU-4  Readers on one host that need the same buckets from another host pull them once (`rdma.py`). The others copy
-          them under their own leases, with the same check of the seals, or pull them if that fails.
-    WU-5  Each version is copied from the writers that staged it. Where those died meanwhile, `prefetch` returns False.
-    WU-6  A version with a digest has that digest here (`digest.py`), or `prefetch` raises; where only several ranks
-          have it together, `verify_together` raises, which the ranks of a generator and of a reference call.
-          `verify_applied` raises if a parameter differs from what was fetched. The store has writers stage a digest for
-          each reader's first version and every `verify_every`-th.
+then make no call of the store. Each rank tells the store which rectangles it needs before that (`join`). A version is
+copied from the writers that staged it; where those died meanwhile, `prefetch` returns False. A prefetched version is
+applied once.
 """
 
 import asyncio
@@ -32,6 +20,7 @@ from goaly.actors import answer_of
 from goaly.errors import WeightsError
 from goaly.liveness import PULSE_SECONDS
 from goaly.telemetry.spans import span
+from goaly.weights.copier import Pair
 from goaly.weights.digest import Check, Part
 from goaly.weights.fetched_weights import FetchedWeights
 from goaly.weights.layout import Copy, Shard, plan, region
@@ -40,13 +29,12 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.sharding import gpu_of
 from goaly.weights.slots import SlotReader, Source
 from goaly.weights.store import Joined, WeightStore
-from goaly.weights.store_client import Pair, SharedTask, StoreClient
+from goaly.weights.store_client import SharedTask, StoreClient
 from goaly.weights.transport import slot_reader
 from goaly.weights.versions import Lease
 
 if TYPE_CHECKING:
     from goaly.weights.rdma import Mirror
-
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +74,7 @@ class Subscriber(StoreClient):
         self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
         self._mirror: Mirror | None = None
-        """Set if all its writer ranks are on other hosts: neighbours may copy from it (WU-4)."""
+        """Set if all its writer ranks are on other hosts: neighbours may copy from it (`rdma.py`)."""
         self._published: dict[str, Shard] = {}
         self._check: Check | None = None
         """That of the version in the spares, if it has a digest."""
@@ -120,10 +108,8 @@ class Subscriber(StoreClient):
             number = await self._join()
             self._held = None
             self._request += 1
-            try:
-                lease = await answer_of(
-                    self._store.lease_newer.call_one(number, self._request, after)
-                )  # the next commit, or the end of the writers
+            try:  # the next commit, or the end of the writers
+                lease = await answer_of(self._store.lease_newer.call_one(number, self._request, after))
             except asyncio.CancelledError:
                 self._release_soon(number)
                 raise
@@ -148,21 +134,21 @@ class Subscriber(StoreClient):
                     await self.release()
             except BaseException:
                 self._held = None
-                self._forget()  # WU-2
+                self._forget()  # weights-3
                 self._release_soon(number)
                 raise
             return there
 
     def verify_together(self, gathered: Callable[[Any], list[Any]]) -> None:
-        """Verify the prefetched version if it has a digest, which the ranks of the replica have only together (WU-6).
-        All of them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all of them."""
+        """Verify the prefetched version if it has a digest, which the ranks of the replica have only together
+        (weights-8). All of them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all."""
         if self._check is not None:
             self._check.compare(gathered(self._parts))
 
     def apply(self) -> int:
         """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""
         with self._spares_lock:
-            version, self._ready = self._ready, None  # WU-3
+            version, self._ready = self._ready, None
             if version is None:
                 raise WeightsError(f"reader {self._reader} has nothing to apply: `prefetch` comes first")
             is_verified = self._check is not None and self._check.is_verified
@@ -174,8 +160,8 @@ class Subscriber(StoreClient):
         return version
 
     async def verify_applied(self) -> None:
-        """Verify that the parameters are what was fetched, if the version has a digest (WU-6), after `apply` and before
-        the next `prefetch`. They may be read meanwhile."""
+        """Verify that the parameters are what was fetched, if the version has a digest, after `apply` and before the
+        next `prefetch`. They may be read meanwhile."""
         check = self._check
         if check is not None and (name := await self._copier.run(self._fetched.altered)):
             raise WeightsError(f"{check.where}: parameter `{name}` differs from what was fetched and verified")
@@ -262,12 +248,12 @@ class Subscriber(StoreClient):
         """Fill the spares with a version that is held; False if its lease was revoked and its slot overwritten."""
         try:
             if not await self._connect(lease.writers):
-                return False  # WU-5
+                return False
             overwritten = await self._pull_or_copy(lease)
         except BaseException as error:
-            self._forget()  # WU-2: `run` has waited for the copy's end
+            self._forget()  # `run` has waited for the copy's end
             if isinstance(error, Exception) and not await self._store.holds.call_one(lease.reader, lease.version):
-                return False  # WU-5: the writers died during the copy
+                return False  # the writers died during the copy
             raise
         if overwritten is None:
             return True
@@ -279,7 +265,7 @@ class Subscriber(StoreClient):
         return False
 
     async def _pull_or_copy(self, lease: Lease) -> int | None:
-        """`_pull` the version from a neighbour that has pulled it, or else from the writer ranks (WU-4)."""
+        """`_pull` the version from a neighbour that has pulled it, or else from the writer ranks."""
         mirror, number = self._mirror, self._number
         if mirror is None or number is None:
             return await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
@@ -300,11 +286,10 @@ class Subscriber(StoreClient):
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
             self._fetched.settle()
-            targets = self._fetched.targets()
-            check = None
+            layout, targets = self._fetched.layout, self._fetched.targets()
+            where, check = f"version {lease.version} at reader {self._reader}", None
             if lease.digest is not None:
-                where = f"version {lease.version} at reader {self._reader}"
-                check = Check(lease.digest, self._fetched.layout, self._published, where)
+                check = Check(lease.digest, layout, self._published, where)
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
@@ -318,14 +303,14 @@ class Subscriber(StoreClient):
                             check.fetched(copy.shard, copy.offset, fetched, target)
             for rank in ranks:
                 seals = sources[rank].seals(slot)
-                if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # WU-1
+                if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # weights-1
                     return rank
             parts = [] if check is None else check.parts(targets)
             if check is not None:
                 check.compare([parts])
             with self._spares_lock:
                 self._ready, self._check, self._parts = lease.version, check, parts
-            pull.note(bytes=sum(shard.bytes for shard in self._fetched.layout))
+            pull.note(bytes=sum(shard.bytes for shard in layout))
         return None
 
     def _forget(self) -> None:

@@ -2,21 +2,14 @@
 
     stage (each writer rank) -> commit (with the last rank) -> lease -> release -> the slot may be written again
 
-A method returns None if it can't do its work yet; it can once another call has changed the ledger.
+A method returns None if it can't do its work yet; it can once another call has changed the ledger. All ranks stage a
+version in the same slot; a reader holds at most one lease.
 
-Invariants
-    WV-1  A version is committed once every writer rank has staged it, and can be leased only from then on.
-    WV-2  The slot of a leased version is not written.
-    WV-3  No writer waits for a reader. A writer that finds every slot leased revokes the leases of the oldest version,
-          never those of the newest; the seals show their holders that their copies are void.
-    WV-4  Committed versions go up; after `lost` the newest one may be committed once more. A reader holds at most one
-          lease.
-    WV-5  The newest version is overwritten last: only while readers hold all the others. If the version that overwrites
-          it is abandoned, readers get the newest that is left.
-    WV-6  All ranks stage a version in the same slot. A slot that is reserved for the next version holds none.
-    WV-7  If one rank abandons a version, every rank skips it: a rank that comes to it later gets an error and can go on
-          to the next.
-    WV-8  A reader that waits for a newer version holds it from the commit on: no writer can overwrite it in between.
+    weights-1: A version can be leased only once every writer rank has staged it. A reader applies it only if every
+        bucket was still sealed with it after the copy, so it sees the whole version or none.
+    weights-2: The slot of a leased version is not written, and the newest version is overwritten last. No writer waits
+        for a reader: one that finds every slot leased revokes the leases of the oldest version, never the newest's. A
+        reader that waits holds the next version from its commit on.
 """
 
 from dataclasses import dataclass, field
@@ -91,6 +84,7 @@ class VersionLedger:
         self._slots: list[int | None] = [None] * slots
         self._staging: _Staging | None = None
         self._reserved: int | None = None
+        """The slot of the next version, which holds none."""
         self._leases: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
         """Readers that wait for a commit, with the version that it must be above."""
@@ -126,7 +120,7 @@ class VersionLedger:
         if self._reserved is None:
             self._reserved = self._free_slot(keep_newest=True)
             if self._reserved is not None:
-                self._slots[self._reserved] = None  # WV-6
+                self._slots[self._reserved] = None
         return self._reserved
 
     def staged(self, rank: int, version: int, slot: int) -> bool | None:
@@ -143,17 +137,17 @@ class VersionLedger:
                 return None
             staging = self._staging
             assert staging is not None
-        if slot != staging.slot:  # WV-6
+        if slot != staging.slot:
             raise WeightsError(f"rank {rank} staged version {version} in slot {slot}, the others in {staging.slot}")
         staging.staged.add(rank)
         if len(staging.staged) < self.writers:
             return False
-        self._slots[staging.slot] = version  # WV-1
+        self._slots[staging.slot] = version  # weights-1
         self.newest = version
         self._newest_is_lost = False
         self._staging = None
         for reader in [reader for reader, after in self._waiting.items() if after < version]:
-            self.lease(reader, version)  # WV-8
+            self.lease(reader, version)  # weights-2
         return True
 
     def abandon(self, version: int, why: str) -> None:
@@ -184,7 +178,7 @@ class VersionLedger:
 
     def lease(self, reader: int, version: int) -> bool:
         """Hold the version for the reader, in place of what it held or waited for. False if it is gone."""
-        if self.newest is None or version > self.newest:  # WV-1
+        if self.newest is None or version > self.newest:  # weights-1
             raise WeightsError(f"version {version} is not committed; the newest is {self.newest}")
         if version not in self._slots:
             return False
@@ -194,7 +188,7 @@ class VersionLedger:
 
     def lease_newer(self, reader: int, after: int) -> int | None:
         """Hold the newest version for the reader, if it is above `after`; None if it must wait for a commit."""
-        version = max(self.versions, default=None)  # WV-5
+        version = max(self.versions, default=None)
         if version is not None and version > after:
             self.lease(reader, version)
             return version
@@ -235,30 +229,29 @@ class VersionLedger:
     def _check_new(self, version: int) -> None:
         """Raise unless this version may be begun, now or later."""
         if self._is_committed(version):
-            raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # WV-4
+            raise WeightsError(f"version {version} comes after {self.newest}: versions must go up")  # weights-9
         why = self._abandoned[1] if self._abandoned is not None and version <= self._abandoned[0] else self.ended
         if why is not None:
-            raise WeightsError(f"version {version} can't be staged any more: {why}")  # WV-7
+            raise WeightsError(f"version {version} can't be staged any more: {why}")  # weights-3
 
     def _is_committed(self, version: int) -> bool:
         """Whether this version or a newer one is committed, and not lost again."""
         return self.newest is not None and version <= self.newest - self._newest_is_lost
 
     def _free_slot(self, *, keep_newest: bool = False) -> int | None:
-        """An empty slot, or else that of the oldest version without a lease (WV-2, WV-5), or None."""
-        kept = set(self._leases.values())
-        if keep_newest and self.newest is not None:
-            kept.add(self.newest)
+        """An empty slot, or else that of the oldest version without a lease (weights-2), or None."""
+        kept = set(self._leases.values()) | ({self.newest} if keep_newest else set())
+        busy = None if self._staging is None else self._staging.slot
         free = [
-            slot
+            (-1 if version is None else version, slot)
             for slot, version in enumerate(self._slots)
-            if (version is None or version not in kept) and (self._staging is None or slot != self._staging.slot)
+            if slot != busy and (version is None or version not in kept)
         ]
-        return min(free, key=lambda slot: -1 if self._slots[slot] is None else self._slots[slot], default=None)
+        return min(free)[1] if free else None
 
     def _revoked_slot(self) -> int:
-        """The slot of the oldest version, after revoking its leases (WV-3)."""
+        """The slot of the oldest version, after revoking its leases (weights-2)."""
         oldest = self.versions[0]
         for reader in [reader for reader, held in self._leases.items() if held == oldest]:
-            del self._leases[reader]  # one that waits for a newer version still does (WV-8)
+            del self._leases[reader]  # one that waits for a newer version still does
         return self._slots.index(oldest)

@@ -87,7 +87,7 @@ def test_hosts_are_ranks_in_a_row_trainers_first() -> None:
         ("qwen3-30b-a3b", Parallelism(replicas=2, fsdp=4, tp=2, ep=8), Parallelism(tp=4, ep=4)),
     ],
 )
-def test_replicated_trainers_send_within_a_tenth_of_evenly(model, trainer, generator) -> None:  # WL-2
+def test_replicated_trainers_send_within_a_tenth_of_evenly(model, trainer, generator) -> None:
     found = update(trainer, generator, model=model)
     sent = [0] * trainer.ranks
     for link in found.links:

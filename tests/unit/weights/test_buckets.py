@@ -1,4 +1,4 @@
-"""Buckets are cut to what readers need: WK-1 to WK-3, WY-1; and each goes the way its hosts demand."""
+"""Buckets are cut to what readers need; and each goes the way its hosts demand."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[Shapes, list[Needs]]:
 
 
 @given(problem=problems(), limit=st.integers(1, 200))
-def test_pieces_cover_each_element_once_within_the_limit(problem, limit: int) -> None:  # WK-1
+def test_pieces_cover_each_element_once_within_the_limit(problem, limit: int) -> None:
     shapes, needs = problem
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     pieces, buckets = cut(layout_of(tensors), limit, needs)
@@ -52,11 +52,11 @@ def test_pieces_cover_each_element_once_within_the_limit(problem, limit: int) ->
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())
     assert [index for bucket in buckets for index in bucket] == list(range(len(pieces)))
     for bucket in buckets:
-        assert len(bucket) == 1 or sum(pieces[index].bytes for index in bucket) <= limit  # WK-3
+        assert len(bucket) == 1 or sum(pieces[index].bytes for index in bucket) <= limit
 
 
 @given(problem=problems(), limit=st.integers(1, 2000))
-def test_each_reader_needs_all_of_a_bucket_or_nothing_of_it(problem, limit: int) -> None:  # WK-2
+def test_each_reader_needs_all_of_a_bucket_or_nothing_of_it(problem, limit: int) -> None:
     shapes, needs = problem
     layout = layout_of({name: torch.zeros(shape) for name, shape in shapes.items()})
     pieces, buckets = cut(layout, limit, needs)
@@ -84,7 +84,7 @@ def test_a_matrix_is_cut_by_rows_and_what_is_too_long_for_one_piece_by_columns()
     ]
 
 
-def test_only_small_pieces_share_a_bucket() -> None:  # WK-3
+def test_only_small_pieces_share_a_bucket() -> None:
     sizes = {"a": 9, "b": 10, "c": 9, "d": 10}
     pieces, buckets = cut(layout_of({name: torch.zeros(size) for name, size in sizes.items()}), 320)
     assert [[pieces[n].name for n in bucket] for bucket in buckets] == [["a", "c"], ["b"], ["d"]]
@@ -102,7 +102,7 @@ def test_readers_of_columns_have_buckets_of_their_own_and_share_those_of_what_al
     ]
 
 
-def test_a_reader_that_is_wrong_about_a_tensors_shape_spoils_no_buckets() -> None:  # WY-1
+def test_a_reader_that_is_wrong_about_a_tensors_shape_spoils_no_buckets() -> None:
     layout = layout_of({"w": torch.zeros(4, 4)})
     wrong: Needs = {"w": (((0,), (2,)),), "unheard of": (((0,), (2,)),)}
     assert cut(layout, 1000, [wrong]) == cut(layout, 1000)

@@ -1,8 +1,8 @@
 """The version protocol through real publishers and subscribers, any of them cancelled at any await or killed.
 
 Hypothesis orders the calls and says how many turns of the event loop each of them gets before its caller is cancelled.
-Whatever came before: no lease is left without its reader, nobody waits for a reader (WV-3), and once all is quiet a new
-version reaches everyone.
+Whatever came before: no lease is left without its reader, nobody waits for a reader (weights-2), and once all is quiet
+a new version reaches everyone.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Protocol(RuleBasedStateMachine):
         else:
             newest = self.loop.run_until_complete(self.store.state.call_one()).newest
             self.committed = self.committed if newest is None else newest
-        assert turns is not None or self.committed == version  # WV-3: no reader makes the trainer wait
+        assert turns is not None or self.committed == version  # weights-2: no reader makes the trainer wait
 
     @rule(number=reader_numbers, turns=turns, pulls=st.booleans())
     def read(self, number: int, turns: int | None, pulls: bool) -> None:
@@ -92,14 +92,14 @@ class Protocol(RuleBasedStateMachine):
 
         async def newest_and_pull() -> None:
             version = await reader.newest(-1)
-            assert version == max(self.store.actor._ledger.versions)  # WV-5
+            assert version == max(self.store.actor._ledger.versions)  # weights-2
             if pulls:  # nobody publishes meanwhile
                 assert await reader.prefetch(version), "what `newest` returned is held"
                 reader.apply()
                 for tensor in tensors.values():
                     assert bool((tensor == version).all())
 
-        assert self._ended(newest_and_pull(), turns) or turns is not None  # WV-3: nor does a reader
+        assert self._ended(newest_and_pull(), turns) or turns is not None  # weights-2: nor does a reader
 
     @rule(number=reader_numbers, turns=turns)
     def release(self, number: int, turns: int | None) -> None:
@@ -131,7 +131,7 @@ class Protocol(RuleBasedStateMachine):
         for reader, *_ in self.readers:
             held = None if reader.held is None else reader.held.version
             leased = actor._ledger.leased.get(reader._number)
-            assert leased == held or (leased is None and held not in actor._ledger.versions)  # WS-3, or revoked
+            assert leased == held or (leased is None and held not in actor._ledger.versions)  # weights-3, or revoked
         assert not self.store.failures
 
     async def _quiet(self) -> None:

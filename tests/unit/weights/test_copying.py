@@ -1,4 +1,4 @@
-"""Copies in threads: they are complete and cast, and have ended when `run` returns (WC-1)."""
+"""Copies in threads: they are complete and cast, and have ended when `run` returns (weights-10)."""
 
 import asyncio
 import threading
@@ -8,19 +8,18 @@ import torch
 
 from goaly.config.check import check
 from goaly.errors import WeightsError
+from goaly.weights.copier import Copier
 from goaly.weights.layout import in_dtype, region
 from goaly.weights.settings import WeightSettings
 from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Segment
-from goaly.weights.store_client import Copier
 from goaly.weights.transport import slot_writer
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_pair_is_copied_and_cast(threads: int) -> None:
+def test_every_pair_is_copied_and_cast() -> None:
     sources = [torch.randn(size, 3) for size in (5, 1, 40, 7, 2)]
     targets = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    copier = Copier(threads)
+    copier = Copier()
     copier.copy(list(zip(targets, sources, strict=True)))
     copier.close()
     for target, source in zip(targets, sources, strict=True):
@@ -30,7 +29,7 @@ def test_every_pair_is_copied_and_cast(threads: int) -> None:
 def test_a_strided_source_arrives_in_order() -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     target = torch.zeros(4, 2)
-    copier = Copier(1)
+    copier = Copier()
     copier.copy([(target, region(whole, (0, 3), (4, 2)))])
     copier.close()
     assert torch.equal(target, whole[:, 3:5])
@@ -45,7 +44,7 @@ async def test_a_gpu_copies_to_a_segment_and_from_it_after_its_own_work(dtype: t
     written = segment.tensor(dtype, (1 << 20,), 0)
     assert written.is_pinned()
     read = Segment.open(segment.handle).tensor(dtype, (1 << 20,), 0)
-    copier = Copier(1, device)
+    copier = Copier(device)
     for version in (1.0, 2.0):
         torch.cuda._sleep(10**8)
         source.fill_(version)
@@ -65,7 +64,7 @@ async def test_a_cancelled_copy_is_over_before_its_caller_goes_on() -> None:
         may_end.wait(10)
         ended.set()
 
-    copier = Copier(1)
+    copier = Copier()
     running = asyncio.create_task(copier.run(work))
     await asyncio.to_thread(started.wait, 10)
     for _ in range(2):
@@ -83,7 +82,7 @@ async def test_what_failed_in_the_thread_is_raised() -> None:
     def work() -> None:
         raise RuntimeError("no memory")
 
-    copier = Copier(1)
+    copier = Copier()
     with pytest.raises(RuntimeError, match="no memory"):
         await copier.run(work)
     copier.close()
@@ -113,8 +112,7 @@ def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.Mo
 
 def test_settings_that_cannot_work_are_named() -> None:
     assert WeightSettings().problems("weights.") == []
-    assert check(WeightSettings, {"slots": 1, "copy_threads": 0, "bucket_mib": 0}, "weights")[1] == [
+    assert check(WeightSettings, {"slots": 1, "bucket_mib": 0}, "weights")[1] == [
         "weights.slots=1: must be at least 2",
-        "weights.copy_threads=0: must be at least 1",
         "weights.bucket_mib=0: must be above 0",
     ]

@@ -55,7 +55,7 @@ def test_a_version_is_given_up_for_the_reason_of_the_end_also_when_that_was_not_
         ledger.begin(1, 5)
 
 
-def test_lost_versions_may_return_until_one_is_committed_again_and_losses_are_counted() -> None:  # WV-4
+def test_lost_versions_may_return_until_one_is_committed_again_and_losses_are_counted() -> None:  # weights-9
     ledger = VersionLedger(writers=1, slots=2)
     assert (ledger.losses, ledger.may_return) == (0, None)
     published(ledger, 3)
@@ -67,7 +67,7 @@ def test_lost_versions_may_return_until_one_is_committed_again_and_losses_are_co
     assert ledger.may_return is None
 
 
-def test_a_slot_that_ranks_were_given_for_an_abandoned_version_is_that_of_the_next_one() -> None:  # WV-6
+def test_a_slot_that_ranks_were_given_for_an_abandoned_version_is_that_of_the_next_one() -> None:
     ledger = VersionLedger(writers=2, slots=3)
     published(ledger, 0)
     slot = ledger.begin(0, 1)
@@ -77,7 +77,7 @@ def test_a_slot_that_ranks_were_given_for_an_abandoned_version_is_that_of_the_ne
     assert ledger.begin(0, 2) == slot
 
 
-def test_a_slot_that_a_quick_rank_was_given_stays_that_of_the_version_after_an_abandoned_one() -> None:  # WV-6
+def test_a_slot_that_a_quick_rank_was_given_stays_that_of_the_version_after_an_abandoned_one() -> None:
     ledger = VersionLedger(writers=2, slots=3)
     stage(ledger, 0, 1)
     following = ledger.reserve(0)

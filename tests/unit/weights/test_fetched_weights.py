@@ -1,4 +1,4 @@
-"""How fetched weights become a model's: WD-1 to WD-4."""
+"""How fetched weights become a model's."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_tied_weights_are_filled_once_by_the_name_that_is_published_and_stay_tie
         assert bool((model.head(torch.ones(3)) == 3 * version).all())
 
 
-def test_what_is_fetched_is_not_seen_before_it_is_applied() -> None:  # WD-2
+def test_what_is_fetched_is_not_seen_before_it_is_applied() -> None:  # weights-10
     model = Tied()
     destination = filled(model, {"head.weight", "norm"})
     for version in (1.0, 2.0, 3.0):
@@ -69,7 +69,7 @@ def test_parameters_keep_their_memory_so_a_view_of_one_sees_each_version() -> No
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def test_two_parameters_of_one_memory_are_filled_once_and_stay_tied() -> None:  # WD-1
+def test_two_parameters_of_one_memory_are_filled_once_and_stay_tied() -> None:
     model = Tied()
     model.head.weight = nn.Parameter(model.embedding.weight.detach())
     destination = filled(model, {"head.weight", "norm"})
@@ -100,7 +100,7 @@ def test_spares_are_not_written_before_the_gpu_is_done_with_them() -> None:
     assert bool((parameter == 2).all())
 
 
-def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD-3
+def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # weights-11
     live = {"w": nn.Parameter(torch.zeros(10, 4))}
     destination = FetchedWeights({"w": torch.zeros(8, 4)}, live)
     with pytest.raises(WeightsError, match=r"`w` has shape \(10, 4\) here, which the layout doesn't cover once"):
@@ -108,7 +108,6 @@ def test_a_parameter_that_is_not_what_was_said_of_it_is_refused() -> None:  # WD
 
 
 def test_spares_on_the_host_hold_what_is_applied():
-    """WD-1"""
     shared = torch.zeros(4, 2)
     destination = FetchedWeights({"a": shared, "b": shared}, spare="host")
     destination.allocate({"a"})
@@ -135,7 +134,6 @@ def test_spares_of_a_gpus_parameters_are_pinned_memory_of_the_host():
 def test_spares_are_on_the_gpu_only_if_a_twentieth_of_it_stays_free(
     free: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """WD-4"""
     live, asked = [torch.zeros(100), torch.zeros(50)], []  # 600 bytes
     on_gpu = [SimpleNamespace(is_cuda=True, device="cuda:1", nbytes=one.nbytes) for one in live]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (free, 8000))
@@ -146,7 +144,6 @@ def test_spares_are_on_the_gpu_only_if_a_twentieth_of_it_stays_free(
 
 
 def test_a_place_that_follows_from_what_fits_is_the_parameters_own_without_a_gpu() -> None:
-    """WD-4"""
     shared = torch.zeros(4, 2)
     destination = FetchedWeights({"a": shared}, spare="auto")
     destination.allocate({"a"})

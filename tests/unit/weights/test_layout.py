@@ -1,4 +1,4 @@
-"""Layouts and plans: WL-1, WL-2, and agreement with torch's own reading of placements."""
+"""Layouts and plans: weights-11, and agreement with torch's own reading of placements."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -120,7 +120,7 @@ def on_rank(tensor: torch.Tensor, mesh: tuple[int, ...], coordinate: tuple[int, 
 
 @settings(deadline=None, max_examples=200)
 @given(placed_tensors())
-def test_rectangles_are_what_fsdp_leaves_of_the_shards_of_other_axes(case) -> None:  # WA-1
+def test_rectangles_are_what_fsdp_leaves_of_the_shards_of_other_axes(case) -> None:  # weights-11
     shape, (mesh, placements) = case
     for coordinate in product(*(range(ranks) for ranks in mesh)):
         expected = on_rank(numbered(shape), mesh, coordinate, placements)
@@ -132,7 +132,7 @@ def test_rectangles_are_what_fsdp_leaves_of_the_shards_of_other_axes(case) -> No
             )
 
 
-def test_fsdp_divides_the_shards_of_tensor_parallelism_and_leaves_its_last_rank_none_of_either() -> None:  # WA-1
+def test_fsdp_divides_the_shards_of_tensor_parallelism_and_leaves_its_last_rank_none_of_either() -> None:  # weights-11
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     held = [shards_of("w", torch.float32, (7,), (3, 2), at, placements) for at in product(range(3), range(2))]
     assert [[(shard.offset[0], shard.shape[0]) for shard in mine] for mine in held] == [
@@ -157,7 +157,7 @@ def test_a_stride_over_nothing_is_read_as_torch_reads_it(rows: int, outer: int, 
 
 
 def granule(whole: list[Layout], shared: list[Layout], split_bytes: int) -> int:
-    """WL-2's: what is not divided, or one index of the dim along which a larger rectangle was cut."""
+    """What is not divided, or one index of the dim along which a larger rectangle was cut."""
     shapes = {(shard.name, shard.offset): shard.shape for layout in whole for shard in layout}
     largest = split_bytes
     for shard in (shard for layout in shared for shard in layout):
@@ -171,7 +171,7 @@ def granule(whole: list[Layout], shared: list[Layout], split_bytes: int) -> int:
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_ranks_that_hold_the_same_share_its_bytes_evenly(data) -> None:  # WL-2
+def test_ranks_that_hold_the_same_share_its_bytes_evenly(data) -> None:
     mesh = (data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)))
     sources: list[Layout] = [() for _ in range(prod(mesh))]
     shapes = data.draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3).map(tuple), max_size=12))
@@ -249,7 +249,7 @@ def test_what_one_rank_holds_twice_is_not_divided() -> None:
     assert share([(held, held)]) == ((held,),)
 
 
-def test_a_plan_spreads_what_was_not_shared_over_its_holders() -> None:  # WL-3
+def test_a_plan_spreads_what_was_not_shared_over_its_holders() -> None:
     layout = shards_of("w", torch.float32, (1024, 1024), (), (), ())
     assert [(copy.source, copy.offset, copy.shape) for copy in plan([layout, layout], layout)] == [
         (0, (0, 0), (512, 1024)),

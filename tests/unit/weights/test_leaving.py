@@ -188,7 +188,9 @@ async def test_a_reader_whose_joining_was_cancelled_is_one_reader(store: LocalSt
     await writer.close()
 
 
-async def test_a_prefetch_that_is_cancelled_at_its_very_end_leaves_nothing_to_apply(store: LocalStore) -> None:  # WU-2
+async def test_a_prefetch_that_is_cancelled_at_its_very_end_leaves_nothing_to_apply(
+    store: LocalStore,
+) -> None:  # weights-3
     (writer,) = writers(store, 1)
     await within(writer.publish(0))
     one, releasing = reader(store), asyncio.Event()

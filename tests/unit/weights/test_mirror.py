@@ -1,4 +1,4 @@
-"""One reader of a host pulls a version, its neighbours copy it: weights-4, WS-4."""
+"""One reader of a host pulls a version, its neighbours copy it: weights-4."""
 
 import asyncio
 from typing import Any
@@ -104,7 +104,7 @@ async def test_readers_of_other_buckets_or_on_other_hosts_wait_for_nobody() -> N
     await readers.end()
 
 
-async def test_a_reader_waits_for_a_neighbour_only_while_the_neighbour_holds_its_lease() -> None:  # WS-4
+async def test_a_reader_waits_for_a_neighbour_only_while_the_neighbour_holds_its_lease() -> None:
     readers, life = Readers(), Life()
     await readers.publish()
     first, second = await readers.join(), await readers.join()
@@ -126,7 +126,7 @@ async def test_a_reader_waits_for_a_neighbour_only_while_the_neighbour_holds_its
     await readers.end()
 
 
-async def test_a_reader_waits_no_longer_for_a_neighbour_whose_lease_a_writer_revoked() -> None:  # WS-4
+async def test_a_reader_waits_no_longer_for_a_neighbour_whose_lease_a_writer_revoked() -> None:
     readers = Readers(slots=2)
     await readers.publish(0)
     first, second = await readers.join(), await readers.join()

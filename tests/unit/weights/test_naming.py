@@ -1,4 +1,4 @@
-"""Names that differ between trainer and generator: WN-1, and that every element still arrives."""
+"""Names that differ between trainer and generator: weights-11, and that every element still arrives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -249,7 +249,7 @@ def test_rectangles_of_grouped_heads_are_where_they_were_worked_out_by_hand() ->
     ],
     ids=["a gap", "more", "twice", "beyond the end"],
 )
-def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # WN-1
+def test_parts_that_do_not_cover_a_tensor_once_are_refused(parts) -> None:  # weights-11
     with pytest.raises(WeightsError, match=r"`qkv` has shape \(4, 3\), which its parts don't cover once"):
         renamed(whole({"qkv": torch.zeros(4, 3)}), {"qkv": parts})
 

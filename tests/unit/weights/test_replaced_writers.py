@@ -80,7 +80,7 @@ async def test_a_reader_waits_for_the_writers_that_replace_dead_ones_and_gets_no
     newer = Writers(store, lives[1:])
     await newer.publish(3)
     await asyncio.sleep(0.05)
-    assert not waiting.done()  # WS-5
+    assert not waiting.done()  # weights-9
     await newer.publish(4)
     assert await within(waiting) == 4
     assert await within(subscriber.prefetch(4))
@@ -101,7 +101,7 @@ async def test_a_version_that_dies_with_its_writers_before_a_reader_has_it_comes
     assert await within(subscriber.newest()) == 3
     lives[0].kill()
     await lost(store, 1)
-    assert await within(subscriber.prefetch(3, subscriber.held)) is False  # WU-5
+    assert await within(subscriber.prefetch(3, subscriber.held)) is False  # weights-9
     await subscriber.release()
     asked = asyncio.ensure_future(subscriber.prefetch(3))
     await asyncio.sleep(0.05)

@@ -51,7 +51,7 @@ def tensors(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(8) for name in names}
 
 
-async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer_version_is_had() -> None:  # WU-1
+async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer_version_is_had() -> None:  # weights-1
     settings = WeightSettings(slots=2)
     store = LocalStore(settings)
     weights, slow_weights = tensors("a"), tensors("a")
@@ -78,13 +78,13 @@ async def test_a_copy_whose_lease_was_revoked_meanwhile_is_discarded_and_a_newer
     assert await within(slow.prefetch(3))
     assert slow.apply() == 3
     assert slow_weights["a"].tolist() == [3.0] * 8
-    with pytest.raises(WeightsError, match="nothing to apply"):  # WU-3
+    with pytest.raises(WeightsError, match="nothing to apply"):
         slow.apply()
     for member in (slow, other, writer):
         await member.close()
 
 
-async def test_a_reader_never_gets_a_version_that_one_rank_abandoned() -> None:  # WV-1, WV-7
+async def test_a_reader_never_gets_a_version_that_one_rank_abandoned() -> None:  # weights-1, weights-3
     store = LocalStore(SETTINGS)
     writers = [Publisher(store, tensors(name), SETTINGS, rank=rank, world=2) for rank, name in enumerate("ab")]
     reader = Subscriber(store, tensors("a"), "reader", SETTINGS)

@@ -1,15 +1,15 @@
-"""What a slot says of itself while its writer is at it: weights-4, WB-1."""
+"""What a slot says of itself while its writer is at it: weights-4."""
 
 from collections.abc import Sequence
 
 import torch
 from local_store import LocalStore
 
+from goaly.weights.copier import Pair
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Ring
 from goaly.weights.slots import UNSEALED
-from goaly.weights.store_client import Pair
 
 
 async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_it_is_written_again() -> None:
@@ -35,7 +35,7 @@ async def test_a_bucket_is_sealed_once_it_holds_the_version_and_unsealed_before_
         assert found == begun
         found.clear()
         for tensor in tensors.values():
-            tensor.fill_(-1.0)  # WB-1: nobody sees this
+            tensor.fill_(-1.0)  # nobody sees this
         ring = writer._slots
         assert isinstance(ring, Ring)
         held = [ring.views(slot) for slot in range(2) if ring.seals(slot) == [version] * 3]

@@ -25,7 +25,7 @@ LIVES = 5
 READERS = 4
 SEVERAL_BUCKETS = WeightSettings(bucket_mib=256 / (1 << 20))
 """Several buckets a rank."""
-ONE_BUCKET = WeightSettings(slots=2, copy_threads=2)
+ONE_BUCKET = WeightSettings(slots=2)
 
 
 def segments() -> int:

@@ -11,12 +11,12 @@ from local_store import LocalStore, meshes, sharded
 
 from goaly.errors import WeightsError
 from goaly.weights import digest
+from goaly.weights.copier import Copier
 from goaly.weights.digest import same
 from goaly.weights.naming import one_of
 from goaly.weights.naming import same as same_name
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.store_client import Copier
 from goaly.weights.subscriber import Subscriber
 
 SETTINGS = WeightSettings(verify_every=1)
@@ -214,7 +214,7 @@ async def test_a_flipped_byte_that_a_cast_would_hide_is_found(name: str, byte: i
 
 
 @pytest.mark.parametrize("name", ["embedding", "experts", "norm", "scale"])
-async def test_a_wrong_cast_is_named_and_not_applied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # WU-6
+async def test_a_wrong_cast_is_named_and_not_applied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # weights-8
     store, given = LocalStore(SETTINGS), tensors()
     live, copy = casting(given), Copier.copy
     await published(store, given)
@@ -234,7 +234,7 @@ async def test_a_wrong_cast_is_named_and_not_applied(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_an_applied_parameter_that_differs_is_named(dtype: torch.dtype) -> None:  # WU-6
+async def test_an_applied_parameter_that_differs_is_named(dtype: torch.dtype) -> None:  # weights-8
     store, given = LocalStore(SETTINGS), tensors()
     live = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in given.items()}
     await published(store, given)

@@ -1,4 +1,4 @@
-"""The version protocol as a state machine: WV-1 to WV-8 over random orders of calls."""
+"""The version protocol as a state machine: weights-1 and weights-2 over random orders of calls."""
 
 import pytest
 from hypothesis import settings
@@ -43,11 +43,11 @@ class Protocol(RuleBasedStateMachine):
             self.refused(rank, version)
             return
         if slot is None:
-            # WV-3: only a slower rank makes a rank wait, never a reader.
+            # weights-2: only a slower rank makes a rank wait, never a reader.
             assert min(self.next_version) < version
             return
         revoked = {reader: held for reader, held in self.held.items() if reader not in self.ledger.leased}
-        if revoked:  # WV-3: the oldest version's, and only where all slots were held
+        if revoked:  # weights-2: the oldest version's, and only where all slots were held
             assert starts
             assert len(versions) == len(self.memory)
             assert set(self.held.values()) == set(versions)
@@ -79,13 +79,13 @@ class Protocol(RuleBasedStateMachine):
         del self.writing[rank]
         self.memory[slot][rank] = version
         self.next_version[rank] += 1
-        assert version not in self.given_up  # WV-7
-        assert committed == (min(self.next_version) > version)  # WV-1
+        assert version not in self.given_up  # weights-3
+        assert committed == (min(self.next_version) > version)  # weights-1
         if committed:
             assert set(range(self.committed + 1, version)) <= self.given_up
             self.committed = version
             for reader, after in list(self.waiting.items()):
-                if after < version:  # WV-8
+                if after < version:  # weights-2
                     assert self.ledger.leased[reader] == version
                     self.held[reader] = version
                     del self.waiting[reader]
@@ -94,7 +94,7 @@ class Protocol(RuleBasedStateMachine):
             self.writes(rank, version + 1, following)
 
     def refused(self, rank: int, version: int) -> None:
-        assert version in self.given_up  # WV-7
+        assert version in self.given_up  # weights-3
         self.next_version[rank] += 1
 
     @rule(reader=reader_numbers, back=st.integers(0, 3))
@@ -116,7 +116,7 @@ class Protocol(RuleBasedStateMachine):
             assert version == max(self.ledger.versions, default=-1)
             self.held[reader] = version
             self.waiting.pop(reader, None)
-        else:  # WV-3: it waits for a commit, never for a reader
+        else:  # weights-2: it waits for a commit, never for a reader
             assert max(self.ledger.versions, default=-1) <= after
             self.waiting[reader] = after
 
@@ -139,7 +139,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(goes_on=st.booleans())
     def lose(self, goes_on: bool) -> None:
-        """All writers die; others begin with the version that is newest, or the one after it (WV-4)."""
+        """All writers die; others begin with the version that is newest, or the one after it (weights-9)."""
         self.ledger.lost()
         self.writing.clear()
         self.held.clear()
@@ -156,7 +156,7 @@ class Protocol(RuleBasedStateMachine):
         assert self.ledger.leased == self.held
         for version in self.held.values():
             slot = self.memory[self.ledger.slot_of(version)]
-            assert slot == dict.fromkeys(range(len(self.next_version)), version)  # WV-2
+            assert slot == dict.fromkeys(range(len(self.next_version)), version)  # weights-2
 
     def teardown(self) -> None:
         """Whatever was given up, the ranks come to a version together."""
@@ -183,14 +183,14 @@ def published(ledger: VersionLedger, *versions: int) -> None:
             stage(ledger, rank, version)
 
 
-def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it_waits_for() -> None:  # WV-8
+def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it_waits_for() -> None:  # weights-2
     ledger = VersionLedger(slots=2, writers=1)
     published(ledger, 0)
     assert ledger.lease(0, 0)
     assert ledger.lease_newer(0, 1) is None
     published(ledger, 1)
     assert ledger.lease(1, 1)
-    published(ledger, 2)  # WV-3: in the slot of version 0, which reader 0 holds
+    published(ledger, 2)  # weights-2: in the slot of version 0, which reader 0 holds
     assert ledger.leased == {0: 2, 1: 1}
 
 
@@ -226,7 +226,7 @@ def test_the_newest_is_written_over_last() -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5])
-def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(slots: int) -> None:  # WV-3
+def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(slots: int) -> None:  # weights-2
     ledger = VersionLedger(writers=1, slots=slots)
     for version in range(slots):
         published(ledger, version)
@@ -237,7 +237,7 @@ def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(s
         assert ledger.lease_newer(98, -1) == version
 
 
-def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> None:  # WV-5
+def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> None:  # weights-2
     ledger = VersionLedger(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(1, 0)
@@ -250,7 +250,7 @@ def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> N
     assert ledger.lease_newer(1, 0) == 4
 
 
-def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_it() -> None:  # WV-8
+def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_it() -> None:  # weights-2
     ledger = VersionLedger(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(1, 0)
@@ -289,7 +289,7 @@ def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
         getattr(ledger, last[0])(*last[1:])
 
 
-def test_versions_must_go_up() -> None:  # WV-4
+def test_versions_must_go_up() -> None:  # weights-9
     ledger = VersionLedger(writers=1, slots=2)
     published(ledger, 3)
     with pytest.raises(WeightsError, match="version 3 comes after 3"):
@@ -303,7 +303,7 @@ def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
         ledger.lease(1, 4)
 
 
-def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:  # WV-6
+def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:
     ledger = VersionLedger(writers=2, slots=3)
     published(ledger, 0)
     first = ledger.begin(0, 1)
@@ -330,7 +330,7 @@ def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
     assert ledger.versions == (1,)
 
 
-def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_next() -> None:  # WV-1, WV-7
+def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_next() -> None:  # weights-1, weights-3
     ledger = VersionLedger(writers=2, slots=3)
     published(ledger, 0)
     ledger.begin(0, 1)
