@@ -85,31 +85,6 @@ async def test_a_reader_is_woken_by_the_commit_and_gets_that_version() -> None:
     assert await within(late.pull(1))
 
 
-async def test_a_slow_reader_never_blocks_the_trainer_and_keeps_its_version() -> None:
-    settings = WeightSettings(slots=2)
-    store = new_store(settings)
-    trainer, slow = Trainer(store, settings), Reader(store, "slow")
-    await within(trainer.publish(0))
-    held = await within(slow.subscriber.newest())
-    for version in range(1, 20):
-        await within(trainer.publish(version))
-    assert await within(slow.pull(held))
-    state: StoreState = await store.state.call_one()
-    assert (state.newest, state.versions, state.leased) == (19, (0, 19), {"slow": 0})
-    assert state.bytes == 2 * 4096  # two slots of a page
-
-
-async def test_a_version_that_was_written_over_is_refused_and_the_newest_is_had() -> None:
-    settings = WeightSettings(slots=2)
-    store = new_store(settings)
-    trainer, reader = Trainer(store, settings), Reader(store, "reader")
-    for version in range(4):
-        await within(trainer.publish(version))
-    assert not await within(reader.pull(0))
-    assert await within(reader.subscriber.newest(0)) == 3
-    assert await within(reader.pull(3))
-
-
 async def test_a_killed_readers_lease_is_free_at_once(other_process: subprocess.Popen) -> None:  # weights-3
     settings = WeightSettings(slots=2)
     store = new_store(settings)
@@ -146,51 +121,6 @@ async def test_a_cancelled_wait_holds_nothing() -> None:
     state: StoreState = await store.state.call_one()
     assert state.leased == {}
     assert await within(reader.subscriber.newest(0)) == 1
-
-
-@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 40, 100, 300])
-async def test_a_pull_that_is_cancelled_anywhere_holds_nothing_and_leaves_nothing_to_apply(
-    turns: int,
-) -> None:  # weights-3
-    settings = WeightSettings(slots=2)
-    store = new_store(settings)
-    trainer, reader = Trainer(store, settings), Reader(store, "reader")
-    await within(trainer.publish(0))
-    pulling = asyncio.create_task(reader.subscriber.prefetch(0))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    pulling.cancel()
-    await asyncio.wait({pulling})
-    if not pulling.cancelled():
-        return
-    with pytest.raises(WeightsError, match="nothing to apply"):
-        reader.subscriber.apply()
-    assert (await store.state.call_one()).leased == {}
-    await within(trainer.publish(1))
-    assert await within(reader.subscriber.newest()) == 1
-    assert await within(reader.pull(1))
-
-
-async def test_a_failed_copy_withdraws_the_version_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:  # weights-3
-    settings = WeightSettings()
-    store = new_store(settings)
-    ranks = [Trainer(store, settings, rank, 2) for rank in (0, 1)]
-    reader = Reader(store, "reader")
-    await within(asyncio.gather(*(rank.publish(0) for rank in ranks)))
-    assert await within(ranks[0].publish(1)) is False
-
-    def fail(pairs: object) -> None:
-        raise RuntimeError("the copy failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks[1].publisher._copier, "copy", fail)
-        with pytest.raises(RuntimeError, match="the copy failed"):
-            await within(ranks[1].publish(1))
-    state: StoreState = await store.state.call_one()
-    assert (state.newest, state.versions) == (0, (0,))
-    await within(asyncio.gather(*(rank.publish(2) for rank in ranks)))
-    assert await within(reader.subscriber.newest(0)) == 2
-    assert await within(reader.pull(2))
 
 
 async def test_a_killed_trainer_rank_leaves_no_half_version_and_the_others_are_told(

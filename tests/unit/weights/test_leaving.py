@@ -65,26 +65,6 @@ async def test_once_a_rank_has_left_the_others_are_told_that_no_version_can_be_w
     await first.close()
 
 
-async def test_what_a_rank_had_staged_when_it_left_is_committed_by_the_others(store: LocalStore) -> None:
-    first, second = writers(store, 2)
-    await within(asyncio.gather(first.publish(0), second.publish(0)))
-    assert not await within(first.publish(1))
-    await first.close()
-    assert await within(second.publish(1))
-    assert (await store.state.call_one()).newest == 1
-    await second.close()
-
-
-async def test_readers_that_wait_are_told_when_the_writers_have_left(store: LocalStore) -> None:
-    (writer,) = writers(store, 1)
-    await within(writer.publish(0))
-    waiting = asyncio.ensure_future(reader(store).newest(0))
-    assert await within(reader(store).newest()) == 0  # what is there can be had
-    await writer.close()
-    with pytest.raises(WritersGone, match="no version above 0 will come: writer rank 0 has left"):
-        await within(waiting)
-
-
 async def test_readers_that_wait_are_told_when_a_writer_has_died(store: LocalStore, life: Life) -> None:
     with as_process(life.mark):
         (writer,) = writers(store, 1)
