@@ -1,6 +1,6 @@
 """Which part of which tensor a rank holds, and what must be copied from where to move it to other ranks.
 
-A layout is a tuple of rectangles (`Shard`) that `naming.py` reads off tensors or DTensors. The rest is arithmetic:
+A layout is a tuple of rectangles (`Shard`) that `sharding.py` reads off tensors or DTensors. The rest is arithmetic:
 `share` divides rectangles that several ranks hold among them, `plan` finds the copies that fill a destination.
 
     weights-11: The copies of a plan write every element of the destination exactly once, from the source element of the

@@ -142,8 +142,11 @@ class Subscriber(StoreClient):
     def verify_together(self, gathered: Callable[[Any], list[Any]]) -> None:
         """Verify the prefetched version if it has a digest, which the ranks of the replica have only together
         (weights-8). All of them call it, after `prefetch` and before `apply`; `gathered` gives the objects of all."""
+        ranks = gathered(
+            self._parts
+        )  # always: another rank may have it with a digest, from writers that replaced dead ones
         if self._check is not None:
-            self._check.compare(gathered(self._parts))
+            self._check.compare(ranks)
 
     def apply(self) -> int:
         """Put the prefetched weights in place of the live parameters; their version. Call it between two steps."""

@@ -116,6 +116,17 @@ def together(readers: list[Subscriber]) -> list[Callable[[], None]]:
     return [lambda reader=reader: reader.verify_together(lambda _: parts) for reader in readers]
 
 
+async def test_a_rank_gathers_also_what_has_no_digest_for_another_rank_may_wait_for_it() -> None:
+    store, asked = LocalStore(WeightSettings()), []
+    publisher, subscriber = await published(store, tensors(), 0), Subscriber(store, like(tensors()), "reader", SETTINGS)
+    await publisher.publish(1)
+    assert await subscriber.prefetch(1)
+    subscriber.verify_together(lambda parts: asked.append(parts) or [parts])
+    assert asked == [[]]
+    subscriber.apply()
+    assert subscriber.verified_updates == 0
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 async def test_a_version_that_ranks_have_together_is_verified_by_all_of_them(dim: int) -> None:  # weights-8
     store, given = LocalStore(SETTINGS), tensors()
