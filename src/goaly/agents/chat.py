@@ -44,10 +44,10 @@ class Chat:
         they were; `sampling`, `trained` and `changes` are those of `Policy.sample`."""
         tools = self._tools if tools is None else tools
         try:
-            with self.session.sampling():
+            with self.session.sampling(trained=trained):
                 said = [message.as_dict() for message in messages]
                 extend = partial(self.session.extend, said, tools, room=self._policy.room)
-                continuation = await beside((message.content for message in messages), extend)
+                continuation = await beside([said, tools], extend)
                 completion = await self._policy.sample(
                     continuation.prompt, sampling, trained=trained, most_tokens=self.session.tokens_left, **changes
                 )

@@ -7,6 +7,7 @@ Responses API. It takes pictures and sounds as well, which are refused before.
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from pydantic import ValidationError
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import has_non_text_content, parse_chat_messages
@@ -18,7 +19,12 @@ def read_messages(
     messages: Sequence[Mapping[str, Any]], model: ModelConfig, in_parts: bool
 ) -> Sequence[Mapping[str, Any]]:
     """The messages with their contents as texts, or as lists of parts if the template reads these (`in_parts`)."""
-    sent: Any = [{**message, **_listed(message)} for message in messages]
+    try:
+        sent: Any = [{**message, **_listed(message)} for message in messages]
+    except ValidationError as error:  # parts are checked when they are read
+        why = error.errors()[0]["msg"]
+        wrong = f"messages: each part of a content must be an object with type text and its text: {why}"
+        raise VLLMValidationError(wrong, parameter="messages") from error
     if has_non_text_content(sent):
         raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
     conversation, _, _ = parse_chat_messages(sent, model, "openai" if in_parts else "string")

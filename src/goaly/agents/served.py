@@ -175,13 +175,13 @@ class ServedSession:
         elif call.state is _State.UNDER_WAY and call.waiting == 0:
             call.state = _State.LOST
 
-    def check_room(self, call: Call | None, tokens: int, parameter: str) -> None:
-        """Refuse a call whose prompt, which has this many tokens, fills the context; the session is marked. The text is
-        the one by which clients of Anthropic's API, which has no codes, know the error."""
+    def check_room(self, call: Call | None, tokens: int, parameter: str, *, trained: bool = True) -> None:
+        """Refuse a call whose prompt, which has this many tokens, fills the context; the session is marked, unless the
+        call is not trained. The text is the one by which clients of Anthropic's API, which has no codes, know it."""
         if call is None or self.recorded(call):
             return
         try:
-            with self.session.sampling(0):
+            with self.session.sampling(0, trained=trained):
                 self.policy.room(tokens)
         except ContextFull as error:
             too_long = f"prompt is too long: {tokens} tokens > {self.policy.max_context - 1} maximum; {error}"
@@ -263,7 +263,7 @@ class ServedSession:
 
     async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         known = self.recorded(call)  # fewer than it asks for, if a worker died between two records
-        with self.session.sampling(ask.answers - len(known)):
+        with self.session.sampling(ask.answers - len(known), trained=ask.trained):
             sampling = self._sampling(ask)
             wanted = list(_seeded(sampling, ask.answers))[len(known) :]
             if ask.streams:

@@ -123,9 +123,9 @@ class _SessionRenderer(OnlineRenderer):
         said = read_messages(messages, self.model_config, exchange.served.parser.chat.reads_parts(tools))
         args = {key: value for key, value in variables.items() if key not in _OURS and value is not None}
         name = "input" if isinstance(request, ResponsesRequest) else "messages"
-        room = partial(exchange.served.check_room, exchange.call, parameter=name)
+        room = partial(exchange.served.check_room, exchange.call, parameter=name, trained=exchange.trained)
         extend = partial(exchange.served.session.extend, said, tools, args, room)
-        continuation = await beside((message.get("content") for message in said), extend)
+        continuation = await beside([said, tools], extend)
         exchange.served.parser.check_template_args(continuation.request.template_args)
         request, tools = allowed(request, tools)
         exchange.ask = Ask(
@@ -148,9 +148,9 @@ class _SessionRenderer(OnlineRenderer):
         exchange.is_read = True
         if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
             raise refusal("prompt", "must be one text or one list of token ids")
-        room = partial(exchange.served.check_room, exchange.call, parameter="prompt")
+        room = partial(exchange.served.check_room, exchange.call, parameter="prompt", trained=exchange.trained)
         extend = partial(exchange.served.session.extend_text, prompt_input, room)
-        continuation = await beside([prompt_input if isinstance(prompt_input, str) else ""], extend)
+        continuation = await beside(prompt_input if isinstance(prompt_input, str) else "", extend)
         exchange.ask = Ask(
             continuation=continuation,
             tools=(),

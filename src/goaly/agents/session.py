@@ -114,8 +114,9 @@ class Session:
         return max(1, self.limits.tokens - self._sampled_tokens)  # a parallel answer may have taken the rest
 
     @contextmanager
-    def sampling(self, answers: int = 1) -> Iterator[None]:
-        """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5)."""
+    def sampling(self, answers: int = 1, *, trained: bool = True) -> Iterator[None]:
+        """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5). The end
+        of the context for one that is not `trained` says nothing of the session."""
         turns, used, limits = len(self.turns) + self._under_way + answers, self._sampled_tokens, self.limits
         self._check_open()
         if limits.turns is not None and turns > limits.turns:
@@ -130,7 +131,8 @@ class Session:
         try:
             yield
         except ContextFull:
-            self._refuse(LAST)
+            if trained:
+                self._refuse(LAST)
             raise
         finally:
             self._under_way -= answers

@@ -11,7 +11,7 @@ Invariants
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,10 +238,19 @@ def tokenizer_problems(folder: str | Path, vocab_size: int, chat: ChatSettings, 
     return found
 
 
-async def beside(contents: Iterable[Any], work: Callable[[], T]) -> T:
-    """The result of this work with these contents of messages. If they are long, the event loop goes on meanwhile."""
-    length = sum(len(content) if isinstance(content, str) else LONG for content in contents if content is not None)
-    return await asyncio.to_thread(work) if length > LONG else work()
+async def beside(read: Any, work: Callable[[], T]) -> T:
+    """The result of this work, which renders what it has `read`: a text, or messages. If the texts in it are long, the
+    event loop goes on meanwhile."""
+    return await asyncio.to_thread(work) if _characters(read) > LONG else work()
+
+
+def _characters(value: Any) -> int:
+    """The length of all texts in this JSON but for keys."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _kinds(step: Any) -> set[str]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,6 +173,16 @@ async def test_a_refusal_shows_no_internals(serve: Serve, sent: dict[str, Any], 
     with serve() as served, pytest.raises(openai.BadRequestError) as error:
         await of_openai(served).responses.create(model="m", extra_body=sent)
     assert error.value.body["message"] == message
+
+
+@pytest.mark.parametrize("part", [[1], "text", {"type": "text"}, {"type": "bogus", "text": "hi"}])
+async def test_a_part_that_is_not_complete_is_refused_without_internals(serve: Serve, part: Any) -> None:
+    messages: Any = [{"role": "user", "content": [part]}]
+    with serve() as served, pytest.raises(openai.BadRequestError) as error:
+        await of_openai(served).chat.completions.create(model="m", messages=messages)
+    expected = "messages: each part of a content must be an object with type text and its text: [^\\n]{9,60}"
+    assert re.fullmatch(expected, error.value.body["message"])
+    assert error.value.param == "messages"
 
 
 async def test_a_failure_of_the_endpoint_shows_no_internals(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

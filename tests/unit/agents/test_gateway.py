@@ -385,6 +385,23 @@ async def test_requests_that_a_rule_names_are_answered_and_recorded_but_not_trai
         assert [one.reward for one in trajectories] == [1.0, 1.0]
 
 
+async def test_an_untrained_request_that_does_not_fit_says_nothing_of_its_session(
+    chats: dict[str, ChatTokenizer],
+) -> None:
+    untrained = EndpointSettings(untrained=UntrainedSettings(models=("side",)))
+    async with started(chats["qwen3"], settings=untrained) as (gateway, parser):
+        for model in ("side", "m"):
+            with serving(gateway, chats["qwen3"], parser) as served:
+                client = of_openai(served)
+                await client.chat.completions.create(model="m", messages=[QUESTION])
+                with pytest.raises(openai.BadRequestError) as error:
+                    await client.chat.completions.create(model=model, messages=[LONG])
+                with pytest.raises(openai.BadRequestError):
+                    await client.completions.create(model=model, prompt=LONG["content"])
+                assert error.value.code == "context_length_exceeded"
+                assert served.session.exhausted is (model == "m")
+
+
 async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve) -> None:
     with serve() as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])

@@ -119,9 +119,15 @@ def test_a_long_text_that_cannot_fit_is_not_tokenized(known: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("contents", "is_beside"), [(["a" * 60, "b" * 60], True), (["a", None], False), ([["b"]], True)]
+    ("contents", "is_beside"),
+    [
+        (["a" * 60, "b" * 60], True),
+        (["a", None, ["b"], {"c": 5}], False),
+        ([[{"type": "text", "text": "a" * 100}]], True),
+        ([{"function": {"arguments": {"code": "a" * 100}}}], True),
+    ],
 )
-async def test_long_contents_are_worked_on_in_a_thread(
+async def test_long_texts_in_messages_are_worked_on_in_a_thread(
     contents: Any, is_beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONG", 100)
@@ -132,7 +138,7 @@ async def test_long_contents_are_worked_on_in_a_thread(
 
 async def test_other_tasks_go_on_while_a_long_text_is_tokenized(known: Any) -> None:
     chat, text, turns = known["bytes"], "aé語 " * 200_000, 0
-    work = asyncio.ensure_future(beside([text], lambda: chat.encode(text)))
+    work = asyncio.ensure_future(beside(text, lambda: chat.encode(text)))
     while not work.done():
         turns += 1
         await asyncio.sleep(0)
