@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval calculator guessing test gpu check peer clean
+.PHONY: install sft grpo eval calculator guessing test gpu check peer docs clean
 
 install: $(INSTALLED)
 
@@ -74,12 +74,16 @@ test: $(INSTALLED) $(OPENENV)/.installed
 gpu: $(INSTALLED)
 	$(RUN) -m bench.gpu $(SETTINGS)
 
-check: $(INSTALLED)
+check: $(INSTALLED) docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --summarize-errors
 	$(RUN) -m pytest -q tests/unit/test_docs.py tests/unit/test_imports.py tests/unit/test_invariant_labels.py \
 		tests/unit/test_documented_keys.py
+
+# The documentation site; a warning, such as a link that leads nowhere, is an error.
+docs: $(INSTALLED)
+	$(RUN) -m sphinx -q -W --keep-going -b html docs build/docs
 
 clean:
 	rm -rf $(VENV) $(PEER) $(OPENENV) .pytest_cache .ruff_cache .hypothesis

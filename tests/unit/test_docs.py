@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+README = ROOT / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(set(ROOT.glob("docs/**/*.md")) - {ROOT / "docs/settings.md"})]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MODULE = re.compile(r"(?:python|bin/python) -m ([\w.]+)")
 FILE = re.compile(r"(?<![\w/.{}-])((?:src|apps|bench|configs|docs|tests|constraints)/[\w./-]*[\w-])(?![\w/*{])")
@@ -45,3 +46,16 @@ def test_source_files_that_are_named_exist(page: Path):
 def test_make_targets_that_are_named_exist(page: Path):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(TARGET.findall(page.read_text())) - targets == set()
+
+
+def test_the_readme_shows_grpo_as_it_is():
+    script = (ROOT / "apps/grpo/main.py").read_text()
+    (shown,) = re.findall(
+        r"All of GRPO, from `apps/grpo/main.py`:\n\n```python\n(.*?)```", README.read_text(), re.DOTALL
+    )
+    assert shown in script
+    assert all(f"async def {name}(" in shown for name in ("episode", "collect", "train"))
+
+
+def test_the_readme_is_short():
+    assert len(README.read_bytes()) <= 7000
