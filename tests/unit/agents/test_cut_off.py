@@ -27,7 +27,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.estimate import estimate
 from goaly.reward.failures import Unscored
 from goaly.reward.settings import AdvantageSettings
-from goaly.rollout.cut_off import settled
+from goaly.rollout.cut_off import lowered, settled
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.settings import CutOffReward, RolloutSettings, SessionSettings
 from goaly.trajectory import Group, Outcome, Trajectory
@@ -118,6 +118,13 @@ async def test_an_answer_that_fills_the_context_is_no_better_than_seven_wrong_on
     assert group.samples[7].outcome is Outcome.TRUNCATED
     found = {name: advantages(group, name) for name in ESTIMATORS}
     assert all(of[7] == min(of.values()) for of in found.values())
+
+
+def test_a_lowered_reward_is_that_of_the_last_trained_token() -> None:
+    one = sampled(4, reward=1.0)
+    one.tokens["trained"][3] = False
+    assert lowered(one, -1.0).tokens["rewards"].tolist() == [0, 0, -1, 0]
+    assert lowered(one, 1.0) is one
 
 
 async def told(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:

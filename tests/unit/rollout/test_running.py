@@ -286,14 +286,14 @@ async def test_a_token_without_a_finite_log_probability_is_context_and_counted(v
     class Broken(FakeSampler):
         async def generate(self, request_id, *arguments):
             sample = await super().generate(request_id, *arguments)
-            if request_id == "4.1.0":
+            if request_id in ("4.1.0", "4.2.0"):
                 sample.logprobs[1] = value
             return sample
 
     queue = FakeQueue()
     await runner(Broken(), queue).run(TICKET, PROMPT)
     (group,) = queue.groups
-    assert group.counts["rollout/non_finite_logprobs"] == 1
+    assert group.counts["rollout/non_finite_logprobs"] == 2
     (odd,) = [sample.tokens for sample in group.samples if sample.sample_index == 1]
     written = odd["sampler_versions"] >= 0
     assert odd["trained"][written].tolist() == [True, False, *[True] * (int(written.sum()) - 2)]
