@@ -206,6 +206,14 @@ def warn_of_long_prompts(name: str, result: EvalResult) -> None:
         logger.warning("evaluation set %s: %s %s", name, long, why)
 
 
+def warn_of_failures(name: str, rewards: Sequence[Sequence[float | None]]) -> None:
+    """Log a warning with the reason of the last sample of this set whose episode failed."""
+    if failed := [reward for group in rewards for reward in group if isinstance(reward, Failed)]:
+        samples = sum(map(len, rewards))
+        why = f"count reward 0, because their episodes failed; the last: {failed[-1].why}"
+        logger.warning("evaluation set %s: %d of %d samples %s", name, len(failed), samples, why)
+
+
 def _lost(result: EvalResult) -> dict[str, int]:
     counts = {"too_long": result.too_long, "failed": result.failed}
     return {name: count for name, count in counts.items() if count}

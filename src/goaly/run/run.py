@@ -12,7 +12,7 @@ from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
-from goaly.evaluation.result import EvalResult, Evaluation, warn_of_long_prompts
+from goaly.evaluation.result import EvalResult, Evaluation, warn_of_failures, warn_of_long_prompts
 from goaly.evaluation.sets import ProblemSets
 from goaly.generate.service import GeneratorService
 from goaly.process import watch_callbacks
@@ -148,6 +148,7 @@ class Run:
                 self.progress.note(f"the evaluation of policy version {version} failed on {one.name}: {error}")
                 return Evaluation(policy_version=version, results={})
             results[one.name] = EvalResult.of(rewards, pass_at=settings.pass_at)
+            warn_of_failures(one.name, rewards)
             if not any(one.name in earlier.results for earlier in self.evaluations):
                 warn_of_long_prompts(one.name, results[one.name])
         newest = self.policy_version if self.policy_version > version else None
