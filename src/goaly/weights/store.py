@@ -28,7 +28,7 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import SegmentHandle
 from goaly.weights.slots import Source
 from goaly.weights.transport import needs_remote, reads_whole_buckets
-from goaly.weights.versions import Lease, Staged, StoreState, VersionLedger
+from goaly.weights.versions import Digests, Lease, Staged, StoreState, VersionLedger
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,6 @@ class _Reader:
     watch: Watch
     transport: str
     needs: Needs
-    undigested: int
-    """How many versions it has leased since the last one with a digest."""
     request: int = 0
     place: tuple[str, tuple[tuple[int, ...], ...]] | None = None
     """Its host, and the buckets that it pulls from each writer rank, all on other hosts: neighbours have the same."""
@@ -87,7 +85,7 @@ class WeightStore(Actor):
     def __init__(self, settings: WeightSettings | None = None, *, replaces_writers: bool = False):
         """`replaces_writers`: after the death of a writer a new group of the same size joins."""
         settings = settings or WeightSettings()
-        self._slots, self._verify_every = settings.slots, settings.verify_every
+        self._slots = settings.slots
         self._replaces_writers = replaces_writers
         self._group = uuid.uuid4().hex
         """The name of the present group of writers, as in `Lease`."""
@@ -97,11 +95,7 @@ class WeightStore(Actor):
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
         self._readers: dict[int, _Reader] = {}
-        self._digests: dict[int, int | None] = {}
-        """Of each version that is in memory or being staged."""
-        self._digests_next, self._undigested, self._wants_digest = True, 0, False
-        """Whether the next version is staged with a digest; the versions since the last one; whether a reader needs
-        another before its turn."""
+        self._digests = Digests(settings.verify_every)
         self._numbers = itertools.count(1)
 
     # Writers
@@ -147,7 +141,7 @@ class WeightStore(Actor):
         """The slot to stage this version in, and whether with a digest; waits for the commit of the version before."""
         slot = await self._until(lambda: self._ledger.begin(self._rank_of(writer), version))  # slower ranks, or a death
         self._wake()  # readers that wait for a neighbour whose lease this revoked
-        return slot, self._digests[version] is not None if version in self._digests else self._digests_next
+        return slot, self._digests.due(version)
 
     @concurrent_endpoint
     async def staged(self, writer: int, version: int, slot: int, digest: int | None) -> Staged:
@@ -158,9 +152,9 @@ class WeightStore(Actor):
             committed = self._ledger.staged(rank, version, slot)
             if committed is None:
                 return None
-            self._add_digest(version, digest)
+            self._digests.add(version, digest, self._ledger.versions)
             next_slot = self._ledger.reserve(rank)
-            return Staged(committed=committed, next_slot=next_slot, digests_next=self._digests_next)
+            return Staged(committed=committed, next_slot=next_slot, digests_next=self._digests.next)
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
         self._wake()
@@ -195,10 +189,10 @@ class WeightStore(Actor):
         self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
     ) -> Joined:
         """Add a reader. If not all writers have joined yet, they will cut their buckets to its needs."""
-        reader, every = next(self._numbers), self._verify_every
+        reader = next(self._numbers)
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
-            name=name, process=process, watch=watching, transport=transport, needs=needs or {}, undigested=every
+            name=name, process=process, watch=watching, transport=transport, needs=needs or {}
         )
         return Joined(number=reader, pulse=process.host != this_host())
 
@@ -349,8 +343,7 @@ class WeightStore(Actor):
         self._shared = ()
         self._group = uuid.uuid4().hex
         self._ledger.lost()
-        self._digests.clear()
-        self._digests_next = True
+        self._digests.lost()
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
         self._wake()
@@ -376,6 +369,7 @@ class WeightStore(Actor):
 
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
+        self._digests.left(reader)
         self._ledger.release(reader)
         self._wake()
 
@@ -396,20 +390,6 @@ class WeightStore(Actor):
             raise WeightsError(f"reader {reader} has left, or its process ended")
         return self._readers[reader]
 
-    def _add_digest(self, version: int, digest: int | None) -> None:
-        if version not in self._digests:  # the first rank's call: all get the same answer about the next version
-            self._undigested = 1 if digest is not None else self._undigested + 1
-            self._digests_next = self._wants_digest or self._undigested >= self._verify_every
-            self._wants_digest = False
-        known = self._digests.get(version, 0)
-        self._digests[version] = None if known is None or digest is None else (known + digest) % 2**64
-        kept = (*self._ledger.versions, version)
-        self._digests = {one: digest for one, digest in self._digests.items() if one in kept}
-
     def _held(self, reader: int, version: int) -> Lease:
-        known, digest = self._known(reader), self._digests[version]
-        known.undigested = 0 if digest is not None else known.undigested + 1
-        if known.undigested > self._verify_every:  # at first, or if it passed over those with a digest
-            self._wants_digest, known.undigested = True, 0
-        slot = self._ledger.slot_of(version)
+        slot, digest = self._ledger.slot_of(version), self._digests.leased(reader, version)
         return Lease(version=version, slot=slot, reader=reader, writers=self._group, digest=digest)

@@ -255,3 +255,48 @@ class VersionLedger:
         for reader in [reader for reader, held in self._leases.items() if held == oldest]:
             del self._leases[reader]  # one that waits for a newer version still does
         return self._slots.index(oldest)
+
+
+class Digests:
+    """The digests of versions, and which versions get one: the first, every n-th, and others that a reader needs."""
+
+    def __init__(self, every: int):
+        self._every = every
+        self._of: dict[int, int | None] = {}
+        """Of each version that is in memory or being staged."""
+        self._missed: dict[int, int] = {}
+        """By reader, how many versions it has leased since the last one with a digest."""
+        self._since, self._wanted = 0, False
+        self.next = True
+        """Whether the next version is staged with one."""
+
+    def due(self, version: int) -> bool:
+        """Whether a rank that begins this version stages it with a digest."""
+        return self._of[version] is not None if version in self._of else self.next
+
+    def add(self, version: int, digest: int | None, kept: tuple[int, ...]) -> None:
+        """Add a rank's part. Its first rank decides about the next version, so that all ranks get the same answer."""
+        if version not in self._of:
+            self._since = 1 if digest is not None else self._since + 1
+            self.next, self._wanted = self._wanted or self._since >= self._every, False
+        known = self._of.get(version, 0)
+        self._of[version] = None if known is None or digest is None else (known + digest) % 2**64
+        self._of = {one: digest for one, digest in self._of.items() if one in (*kept, version)}
+
+    def leased(self, reader: int, version: int) -> int | None:
+        """The digest of a version that this reader leases. One that never had any, or missed so many, gets another."""
+        missed = self._missed.get(reader, self._every) + 1
+        if self._of[version] is not None or missed > self._every:
+            self._wanted |= self._of[version] is None
+            missed = 0
+        self._missed[reader] = missed
+        return self._of[version]
+
+    def left(self, reader: int) -> None:
+        """Forget the reader."""
+        self._missed.pop(reader, None)
+
+    def lost(self) -> None:
+        """Forget all versions: their writers are dead."""
+        self._of.clear()
+        self.next = True
