@@ -108,10 +108,10 @@ def digest_of(layout: Layout, elements: Sequence[torch.Tensor]) -> int:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one type have the same bits; any NaN is the same as another one."""
+    bits = INTEGERS[one.itemsize]
     for here, there in zip(_chunks(one), _chunks(other), strict=True):
         there = there.to(here.device)
-        if not torch.equal(*_as_integers(here, there)):
-            bits = INTEGERS[here.itemsize]
+        if not torch.equal(here.view(bits), there.view(bits)):
             differs = here.view(bits) != there.view(bits)  # which NaN a cast gives depends on the device
             if not here.is_floating_point() or not (here[differs].isnan() & there[differs].isnan()).all():
                 return False
@@ -182,13 +182,6 @@ class Check:
 
 def _sum(shard: Shard, elements: torch.Tensor) -> int:
     return int(WeightedSum(shard, elements.device).of(elements)) % 2**64
-
-
-def _as_integers(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors' bits, 8 bytes at a time where that is possible: they are then compared as fast as memory is read."""
-    if all(one.is_contiguous() and one.nbytes % 8 == one.storage_offset() * one.itemsize % 8 == 0 for one in tensors):
-        return [one.view(-1).view(torch.int64) for one in tensors]
-    return [one.view(INTEGERS[one.itemsize]) for one in tensors]
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
