@@ -12,6 +12,8 @@ from goaly.models.architecture import LAYER, Architecture
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading a damaged file raises."""
 
 
 def weight_problems(folder: str | Path, shape: Architecture, where: str, *, head: bool = True) -> Iterator[str]:
@@ -26,7 +28,7 @@ def weight_problems(folder: str | Path, shape: Architecture, where: str, *, head
     for file in files:
         try:
             found |= shapes_in(file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except DAMAGED as error:
             problems.append(f"{file.name} is damaged: {error}")
     problems = problems or list(_contradictions(found, shape, head=head))
     yield from (f"{where}: {problem}" for problem in problems)
@@ -54,7 +56,7 @@ def _absent_files(folder: Path, present: set[str]) -> Iterator[str]:
         return
     try:
         listed = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         yield f"{INDEX} is damaged: {type(error).__name__}: {error}"
     else:
         yield from (f"has no {name}, which {INDEX} lists" for name in sorted(listed - present))

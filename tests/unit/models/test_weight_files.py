@@ -26,6 +26,10 @@ def broken(folder: Path, name: str, change: Callable[[bytes], bytes] | None) -> 
         path.write_bytes(change(content))
 
 
+def headed(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def described(**changes: Any) -> Callable[[bytes], bytes]:
     return lambda content: json.dumps(json.loads(content or b"{}") | changes).encode()
 
@@ -36,6 +40,9 @@ def described(**changes: Any) -> Callable[[bytes], bytes]:
         ("model.safetensors", None, "has no .safetensors file, must have the model's weights"),
         ("model.safetensors", lambda content: content[:-1], "model.safetensors is damaged: it has"),
         ("model.safetensors", lambda content: content[:5], "model.safetensors is damaged: it has 5 bytes"),
+        ("model.safetensors", lambda content: content + b"0", "model.safetensors is damaged: it has"),
+        ("model.safetensors", lambda _: headed(b'{"a": {"data_offsets": [0]}}'), "model.safetensors is damaged: "),
+        ("model.safetensors", lambda _: headed(b"[" * 100_000), "model.safetensors is damaged: "),
         ("model.safetensors", lambda content: content[:8] + b"]" + content[9:], "model.safetensors is damaged: "),
         (
             "model.safetensors.index.json",
@@ -47,6 +54,11 @@ def described(**changes: Any) -> Callable[[bytes], bytes]:
             "config.json",
             described(num_hidden_layers=9),
             "its weights have no `model.layers.3.input_layernorm.weight`, which its config.json asks for",
+        ),
+        (
+            "config.json",
+            described(num_hidden_layers=2),
+            "its weights have 3 layers, its config.json has num_hidden_layers=2",
         ),
         (
             "config.json",
