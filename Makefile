@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval calculator guessing test gpu check peer docs clean
+.PHONY: install sft grpo eval calculator guessing test test-all gpu check peer docs clean
 
 install: $(INSTALLED)
 
@@ -67,8 +67,14 @@ $(OPENENV)/.installed: constraints/openenv.txt constraints/openenv-overrides.txt
 	touch $@
 
 # Three workers keep two cores busy: tests wait for processes, timeouts and clients.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: $(INSTALLED) $(OPENENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(PYTEST) -m "not slow and not documents"
+
+# Both lanes, one after the other: each prints its own seconds.
+test-all: test
+	$(PYTEST) -m slow
 
 # What only a GPU can show, on one of them: needs EXTRA=cuda. Writes docs/results/gpu.json.
 gpu: $(INSTALLED)

@@ -42,6 +42,10 @@ LAST_WORDS = "GOALY_TESTS_LAST_WORDS"
 """The file in which a worker says why it ends itself: what it prints is captured, and lost with it."""
 FIRST = (
     "test_parity",
+    "test_bitwise_run",
+    "test_eval_agents",
+    "test_experts",
+    "test_traced_memory",
     "test_parallel",
     "test_chaos",
     "test_torn_reads",

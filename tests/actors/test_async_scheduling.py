@@ -37,7 +37,7 @@ from tests.actors.engines_in_child import (
 from tests.actors.expected import NOISE, Expected, versions_of
 from tests.actors.own_choices import OwnChoices
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def start(folders: list[Path]) -> None:

@@ -10,7 +10,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.parity import Sampler, mixed_requests, sample_in_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 NOISE = 2e-4
 

@@ -12,7 +12,7 @@ from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.process_agent import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "dense": {},

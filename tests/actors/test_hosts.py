@@ -22,7 +22,7 @@ from goaly.run.placement import Processes, place
 from goaly.run.process_agent import rendezvous
 from tests.loop.launched import gone_within, logging_to
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 Said = dict[str, str | None]
 

@@ -11,7 +11,7 @@ from bench.staleness import LOSSES, RECOMMENDED
 from tests.loop.verifiers import share_of_digits
 
 STEPS = 10
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def run(settings: LaggedSettings, bounds: list[int]) -> list[Outcome]:

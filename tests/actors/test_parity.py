@@ -21,7 +21,7 @@ from goaly.parity_requests import SHARED, mixed_requests, with_cache_of
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 VOCABULARY = 32
 REQUESTS = 40

@@ -15,7 +15,7 @@ import goaly.parity_search
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.run.ranks import in_ranks
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 
 def lowest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:

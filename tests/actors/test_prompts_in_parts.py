@@ -21,7 +21,7 @@ from tests.actors.engines_in_child import (
 )
 from tests.actors.expected import NOISE, Expected
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], list[str], dict[str, Sample]]:

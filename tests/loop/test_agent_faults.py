@@ -11,7 +11,7 @@ from goaly.durable.run_log import records
 from goaly.journal.__main__ import main as journal
 from goaly.trajectory import Group, Trajectory
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 STEPS = 6
 RESTS = "going-on/rests"
 STREAMING = "streaming"

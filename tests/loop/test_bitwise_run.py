@@ -24,7 +24,7 @@ BITWISE = [
     "evaluation.prompts=1",
 ]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 
 def metrics_of(run: LaunchedRun) -> list[dict[str, Any]]:

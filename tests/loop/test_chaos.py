@@ -20,7 +20,7 @@ from launched import (
 
 from bench.chaos import accounts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 VICTIMS = ("critic", "rollout", "generator", "reference", "trainer", "controller")
 REFRESH_EVERY = 10

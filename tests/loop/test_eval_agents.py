@@ -26,6 +26,8 @@ from tests.loop.launched import START_SECONDS
 from tests.loop.memorized import SUMS, write_memorized_model
 from tests.vllm_server import forked_vllm_server
 
+pytestmark = pytest.mark.slow
+
 KEY = "sesame"
 VARIABLE = "KEY_OF_THE_TEST"
 CONTEXT = 256

@@ -15,7 +15,7 @@ from random_model import write_random_deepseek, write_random_dots, write_random_
 from goaly.durable.run_log import LOG_FOLDER, records
 from goaly.trajectory import Group
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 STEPS = 4
 REPLAY = (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import LoraSettings
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 STEPS = 7
 LORA = (

@@ -14,7 +14,7 @@ from launched import REWARDED, ROOT, SMALL, START_SECONDS, LaunchedRun, as_users
 
 from goaly.journal.__main__ import main as journal
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 SECTION = (ROOT / "README.md").read_text().partition("## An agent in ten lines\n")[2].partition("\n## ")[0]
 FEW = ["steps=1", *SMALL, "backlog.group_size=2", "generator.max_context=128", "evaluation.prompts=1", REWARDED]
 SCRIPT = """

@@ -25,7 +25,7 @@ from goaly.reward.settings import RewardSettings
 from goaly.run.offered_store import STORE_FILE
 from goaly.run.serve_config import ServeConfig
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 Serve = Callable[..., ServerProcess]
 QUESTION: Any = {"role": "user", "content": "1+2="}
 LONG = 400

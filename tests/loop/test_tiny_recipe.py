@@ -13,7 +13,7 @@ from tests.program import ended
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 ROW_LENGTH = 256
 
 

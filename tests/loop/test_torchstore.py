@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from launched import LaunchedRun
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def test_a_run_trains_on_weights_that_travel_by_torchstore(launch: Callable[..., LaunchedRun]) -> None:  # weights-4

@@ -16,6 +16,8 @@ from goaly.config.schema import keys
 from goaly.run.config import RunConfig
 from goaly.run.serve_config import ServeConfig
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parents[2]
 KEYS = {key.path: key for schema in (RunConfig, EvalConfig, SftConfig, ServeConfig) for key in keys(schema)}
 SECTIONS = {path for path, key in KEYS.items() if key.section is not None and "." not in path}

@@ -6,6 +6,10 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parents[2]
 
 

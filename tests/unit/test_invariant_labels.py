@@ -8,6 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parents[2]
 ROOMS = "|".join(path.stem for path in (ROOT / "src" / "goaly").iterdir() if path.stem.isidentifier())
 LABEL = re.compile(rf"\b(?:[A-Z]{{2}}|(?<![./-])(?:{ROOMS}))-[1-9]\d*\b(?![.-]\d)")

@@ -24,6 +24,8 @@ from goaly.prompts.mixture import prompt_mixture
 from goaly.run import tiny
 from goaly.run.config import RunConfig
 
+pytestmark = pytest.mark.slow
+
 RECIPES = sorted((CONFIGS / "grpo").glob("qwen3_*.yaml"))
 NAMED = {file.stem: file for file in RECIPES}
 COMMANDS = {

@@ -34,7 +34,7 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.settings import EndpointSettings
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "300"))
 ROUTES = {
     ("get", "/health"),

@@ -22,6 +22,8 @@ from goaly.run.config import RunConfig
 from tests.unit.benchmarks import gpu_checks
 from tests.unit.benchmarks.gpu_checks import PID_FILE
 
+pytestmark = pytest.mark.slow
+
 
 def ends(pid: int) -> bool:
     """Whether a process that was killed has ended, or does so in time."""

@@ -15,6 +15,8 @@ from goaly.run.ranks import in_ranks
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import PackedRows, TensorDict
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 64 * 1024
 DOCUMENT = 6000
 """Tokens of each document; the borders of shares, at 16k, 32k and 48k tokens, are inside of some."""

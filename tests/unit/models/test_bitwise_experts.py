@@ -20,6 +20,8 @@ from goaly.models.bitwise_networks import networks  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 from tests.unit.models.test_bitwise import random  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 5, 16, 33, 150)
 EXPERTS, CHOSEN, DIM = 6, 3, 96

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CLAIMS = (
     "products_are_those_of_float64_but_for_noise",
     "a_row_of_a_product_has_the_same_bits_in_any_rows_and_beside_any_columns",  # BW-1

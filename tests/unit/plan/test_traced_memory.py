@@ -17,6 +17,8 @@ from goaly.plan.parallelism import Parallelism
 from goaly.plan.trace import PassMemory, trace
 from goaly.train.settings import TrainerSettings
 
+pytestmark = pytest.mark.slow
+
 DENSE = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=128)))
 TIED = architecture(model_config(TinyModel(dim=64, layers=3, hidden_dim=128, tied=True)))
 SINKS = architecture(

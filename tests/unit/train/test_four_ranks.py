@@ -24,6 +24,8 @@ from tests.unit.train.test_parallel import (
     write_model,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp-cp": {"fsdp": 2, "cp": 2, "activation_checkpointing": "full"},
     "tp-cp": {"tp": 2, "cp": 2},

@@ -1,6 +1,7 @@
 """Two processes over gloo, sharded by FSDP2, tensor and context parallelism, do what one process does."""
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ JUDGED = ("fsdp", "tp", "bitwise-fsdp", "experts-tp-ep", "latent-fsdp-ep", "cp")
 """Layouts of one more property each, which have every way in which it depends on the layout."""
 EVERY_LOSS = ("fsdp", "experts-fsdp-ep", "cp")
 """The layouts with every objective; what a loss adds up over ranks depends on nothing else of the layout."""
+FIRST_LANE = ("fsdp", "tp", "experts-fsdp-ep", "experts-cp")
+"""The layouts of `make test`; test_pipeline.py has a pipeline."""
 LORA = LoraSettings(rank=8, alpha=24.0, seed=3)
 EXPERTS = {"experts": 4, "hidden_dim": 32}
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
@@ -248,13 +251,13 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     return {"metrics": metrics, "values": engine.values(share.rows), "dp_rank": engine.dp_rank}
 
 
-def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
+def in_each_process(rank: int, port: int, models: Path, out: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for name, degrees in LAYOUTS.items():
-        settings = settings_of(name, SETTINGS, **degrees)
+    for name in names:
+        settings = settings_of(name, SETTINGS, **LAYOUTS[name])
         result = trained(models / name, settings)
         result.pop("engine").save_hf(out / f"{name}.hf")
         torch.save(result, out / f"{name}.{rank}")
@@ -269,12 +272,22 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def in_lanes(names: Iterable[str]) -> list[Any]:
+    """The layouts as parameters, each in its lane."""
+    return [name if name in FIRST_LANE else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], Path]:
-    """What one process gives for each layout's model, and the folder with what two gave."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, dict[str, Any]], Path]:
+    """What one process gives for the model of each layout of this lane, and the folder with what two gave."""
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {item.callspec.params.get("layout") for item in mine}
+    names = [name for name in LAYOUTS if name in wanted]
     out = tmp_path_factory.mktemp("out")
     models = out / MODELS
-    for layout in LAYOUTS:
+    for layout in names:
         if "latent" in layout:
             write_random_deepseek(models / layout, **LATENT)
         elif "sinks" in layout:
@@ -282,12 +295,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[st
         else:
             write_model(models / layout)
     port = lasting_port()
-    torch.multiprocessing.start_processes(in_each_process, (port, models, out), nprocs=2, start_method="forkserver")
-    return {name: trained(models / name, settings_of(name, ALONE)) for name in LAYOUTS}, out
+    arguments = (port, models, out, names)
+    torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=2, start_method="forkserver")
+    return {name: trained(models / name, settings_of(name, ALONE)) for name in names}, out
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_lanes(LAYOUTS))
 def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -301,7 +315,7 @@ def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", IN_PARTS)
+@pytest.mark.parametrize("layout", in_lanes(IN_PARTS))
 def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -313,7 +327,7 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", REPLAYED)
+@pytest.mark.parametrize("layout", in_lanes(REPLAYED))
 def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -325,7 +339,7 @@ def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", REWRITTEN)
+@pytest.mark.parametrize("layout", in_lanes(REWRITTEN))
 def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_pass(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -340,7 +354,7 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", JUDGED)
+@pytest.mark.parametrize("layout", in_lanes(JUDGED))
 def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -355,7 +369,7 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", WHOLE)
+@pytest.mark.parametrize("layout", in_lanes(WHOLE))
 def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
@@ -369,7 +383,7 @@ def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "lora" in name])
+@pytest.mark.parametrize("layout", in_lanes(name for name in LAYOUTS if "lora" in name))
 def test_sharded_ranks_save_the_adapters_that_one_saves(  # LR-3, AF-1
     results: tuple[dict[str, dict[str, Any]], Path], layout: str, tmp_path: Path
 ):

@@ -19,6 +19,8 @@ from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
 from tests.unit.train.batches import documents, pack
 
+pytestmark = pytest.mark.slow
+
 ROWS = 4
 CHOICES = (2, 6, 3)
 SIZES = {
