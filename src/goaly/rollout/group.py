@@ -5,8 +5,8 @@ Invariants
     RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
-          came, as truncated. Not if its chats have no answer to train, the time was not its policy's, its environment
-          failed, or its verifier gave no score; nor if all episodes of the group exceeded their limit.
+          came, as truncated, or leaves its group if the time was not its policy's. The group fails if its chats have no
+          answer to train, its environment failed, or its verifier gave no score, or if all episodes exceeded their limit.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
@@ -198,7 +198,7 @@ class GroupRunner:
             raise EpisodeTimeout(
                 f"all episodes of prompt {prompt.id} exceeded rollout.episode_seconds={self.settings.episode_seconds}"
             )
-        of_episodes = list(zip(running.episodes, made, strict=True))
+        of_episodes = [(one, those) for one, those in zip(running.episodes, made, strict=True) if those]
         cut_off = [those for one, those in of_episodes if one.is_cut_off]
         unscored = [those for one, those in of_episodes if one.is_unscored and not one.is_cut_off]
         finished = [those for one, those in of_episodes if not (one.is_unscored or one.is_cut_off)]
@@ -340,10 +340,10 @@ class GroupRunner:
         error if no limit cut it off."""
         cause, is_late, setting = first_error(error), isinstance(error, EpisodeTimeout), self.settings.cut_off_reward
         is_evaluation, reward = running.policy.evaluation, session.reward
-        leaves = is_late and reward is None and setting == "exclude"
-        was_innocent = is_late and reward is None and running.was_held_up
-        has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed) or was_innocent
+        has_broken = running.is_unjudged or isinstance(cause, EnvironmentFailed)
         is_known = (is_late or session.exhausted) and any(turn.trained for turn in session.turns)
+        was_innocent = running.was_held_up and is_known and not has_broken
+        leaves = is_late and reward is None and (setting == "exclude" or was_innocent)
         if (is_evaluation and is_late) or not (leaves or (is_known and not has_broken)):
             raise error
         if is_late:

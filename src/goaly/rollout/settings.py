@@ -81,15 +81,16 @@ class RolloutSettings(Settings):
     episode_seconds: PositiveFloat | None = 3600.0
     """Time limit of an episode, from its start to its trajectory; null is no limit. An episode that takes longer is
     cancelled, and cut off if the time was the policy's: it was generating when time ran out, and for at least half of
-    the time before. Otherwise (its own code, a tool, an environment or a score took the time), or if its chats have
-    nothing to train or all episodes of the group were late, its group fails (`episode_timeout`). In an evaluation its
-    reward is 0. Raise it for agents that work for hours."""
+    the time before. If its own code, a tool or an environment took the time, it leaves its group, and counts in no
+    baseline and no loss. If its chats have nothing to train, if it waited for its score, or if all episodes of the
+    group were late, the group fails (`episode_timeout`). In an evaluation its reward is 0. Raise it for agents that
+    work for hours."""
     cut_off_reward: CutOffReward = "worst"
     """Reward of an episode whose chats a limit cut off (`episode_seconds`, `session`, or the context) before its script
     or its agent gave one. `worst`: the lowest reward of the group's finished episodes, at most 0. `exclude`: it leaves
     its group, and counts in no baseline and no loss; a late one leaves it whoever took the time. A number: this reward.
     Where an answer fills the context, the script's reward of it counts if it is a pass or lower. Choose `exclude` if
-    limits say nothing of the policy, such as where tools often hang."""
+    limits say nothing of the policy, such as ones that are too short for some tasks."""
     episode_retries: NonNegativeInt = 0
     """How often an episode may begin again after its environment or tool server died, was disconnected or exceeded a
     time limit of its own. Nothing of a failed attempt is trained, and each has the time of `episode_seconds`. Raise it

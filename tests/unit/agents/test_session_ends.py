@@ -361,7 +361,7 @@ async def _has_asked_a_judge_only(prompt: Prompt, context: EpisodeContext) -> No
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("late", [_waits, _waits_for_its_score, _waits_for_its_environment, _has_asked_a_judge_only])
+@pytest.mark.parametrize("late", [_waits, _waits_for_its_score, _has_asked_a_judge_only])
 async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judged(runs: Runs, late: Any) -> None:
     """RG-4."""
 
@@ -378,6 +378,18 @@ async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judge
     end = await runs.group(one_is_late, episode_seconds=0.1)
     assert (end.state, end.why) == ("failed", "episode_timeout")
     assert end.counts["agents/sessions_timed_out"] == 1
+
+
+async def test_an_episode_that_runs_out_of_time_in_its_environment_leaves_its_group(runs: Runs) -> None:  # RG-4
+    async def one_is_late(prompt: Prompt, context: EpisodeContext) -> Any:
+        if context.sample_index == 1:
+            await _waits_for_its_environment(prompt, context)
+        await context.chat.say(prompt.messages)
+        return context.chat.finish(1.0)
+
+    group = await runs.group(one_is_late, episode_seconds=0.1)
+    assert group.rewards == [1.0]
+    assert group.counts["agents/sessions_timed_out"] == group.counts["rollout/excluded_episodes"] == 1
 
 
 @virtual_time.jumps
