@@ -9,8 +9,8 @@ from goaly import bounded_json as module
 from goaly.bounded_json import MOST_DEPTH, bounded_json
 
 
-def nested(depth: int) -> str:
-    return "[" * depth + "]" * depth
+def nested(depth: int, inner: str = "") -> str:
+    return "[" * depth + inner + "]" * depth
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,8 @@ def test_json_is_read_as_by_the_standard_library(value: object) -> None:
 
 
 def test_as_deep_as_may_be_is_read() -> None:
-    assert bounded_json(nested(MOST_DEPTH)) == json.loads(nested(MOST_DEPTH))
+    for text in (nested(MOST_DEPTH), nested(MOST_DEPTH, "1")):
+        assert bounded_json(text) == json.loads(text)
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,8 @@ def test_the_other_apps_configs_load(
     apps.agent.tasks.main(tmp_path / "runs/tasks")
     monkeypatch.chdir(tmp_path)
     overrides = [] if model is None else [f"{model}={tiny_model_folder}"]
-    files = list((CONFIGS / name).glob("*.yaml"))
-    for file in files:
+    files = [file for file in (CONFIGS / name).glob("*.yaml") if "architecture:" not in file.read_text()]
+    for file in files:  # the others are planned by `test_large_recipes.py`
         first = load(schema, [f"--config={file}", *overrides], prog="test", description="").config
         written = tmp_path / file.name
         written.write_text(to_yaml(first))
