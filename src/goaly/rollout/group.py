@@ -6,7 +6,7 @@ Invariants
     RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
     RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
           came, as truncated, or leaves its group if the time was not its policy's. The group fails if its chats have no
-          answer to train, its environment failed, or its verifier gave no score, or if all episodes exceeded their limit.
+          answer to train, its environment failed, or its verifier gave no score, or if all episodes were late.
     RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
           attempts nothing is trained, no request is left, and what was counted in them counts.
 """
