@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from goaly.actors import SupervisionError
 from goaly.errors import EpisodeError, ForeignError, cause_of, portable
 from goaly.generate.request import InvalidRequest
 
@@ -29,7 +30,13 @@ def unreadable() -> Exception:
     return json.JSONDecodeError("no JSON", "[", 1)
 
 
-KNOWN = [EpisodeError("a reason"), InvalidRequest("top_p"), OSError(28, "No space left", "/x"), KeyError("a")]
+KNOWN = [
+    EpisodeError("a reason"),
+    InvalidRequest("top_p"),
+    OSError(28, "No space left", "/x"),
+    KeyError("a"),
+    SupervisionError("an actor of this one died"),
+]
 
 
 @pytest.mark.parametrize("error", KNOWN, ids=lambda error: type(error).__name__)

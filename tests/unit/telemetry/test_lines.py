@@ -59,7 +59,8 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_pa
 
 def test_a_line_that_another_process_is_writing_is_not_cut_off(tmp_path: Path):
     path = tmp_path / "file.jsonl"
-    other = folder.open_lines(path)
+    first, other = folder.open_lines(path), folder.open_lines(path)
+    os.close(first)
     os.write(other, b'{"half":')
     LineFile(path).close()
     os.write(other, b"1}\n")
