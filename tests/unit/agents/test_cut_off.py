@@ -219,11 +219,14 @@ async def test_an_answer_that_fills_the_context_and_passes_or_is_worse_than_the_
 ) -> None:
     async def fills(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
         await context.chat.say(prompt.messages)
+        if context.sample_index == 4:
+            context.chat.rewarded(0.25)
+            return context.chat.finish()
         return context.chat.finish([-1.0, 1.0, -2.0, -0.5][context.sample_index])
 
-    texts = {0: ["short"], 1: [ENDLESS], 2: [ENDLESS], 3: [ENDLESS]}
+    texts = {0: ["short"], **{sample: [ENDLESS] for sample in range(1, 5)}}
     group = await group_of(chats["hermes"], fills, texts, max_context=1000)
-    assert group.rewards == [-1.0, 1.0, -2.0, -1.0]
+    assert group.rewards == [-1.0, 1.0, -2.0, -1.0, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from monarch.actor import ActorError
 from goaly.backlog.admission import Ticket
 from goaly.backlog.group_queue import Wait
 from goaly.errors import RunFailed
+from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary
 from goaly.rollout.running import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
 from goaly.run import waiting
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.replaceable import Replaceable
-from goaly.run.rollouts import FAILURES_IN_A_ROW, TOO_LONG_IN_A_ROW, RolloutStage
+from goaly.run.replaceable import Lost, Replaceable
+from goaly.run.rollouts import FAILURES_IN_A_ROW, POISONED, TOO_LONG_IN_A_ROW, RolloutStage
 from goaly.run.run import Run
 from goaly.run.stages import TrainerStage
 from tests import virtual_time
@@ -44,7 +45,7 @@ class FakeWorker:
     async def _evaluate(self, *arguments) -> list[float | None]:
         end = self._ends.pop(0)
         if isinstance(end, Exception):
-            raise ActorError(end)
+            raise end if isinstance(end, Lost) else ActorError(end)
         return end
 
     async def _run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
@@ -85,6 +86,16 @@ async def test_episodes_that_fail_in_a_row_end_their_evaluation_and_those_in_bet
         await rewards(failed, EvaluationFailed("prompt q1: VerifierError: it is down"))
     with pytest.raises(RunFailed, match=r"rollout\.evaluate failed: ValueError: ours"):
         await rewards(ValueError("ours"))
+
+
+async def test_an_evaluations_prompt_whose_workers_keep_dying_counts_as_failed():
+    worker = FakeWorker(
+        *[Lost("rollout-0 died")] * (POISON_DEATHS - 1), [1.0] * 3, *[Lost("rollout-0 died")] * POISON_DEATHS
+    )
+    rollouts = RolloutStage([Replaceable("rollout-0", worker)])
+    assert await rollouts.rewards([PROMPT], 3, {}, 0) == [[1.0] * 3]
+    (failed,) = await rollouts.rewards([PROMPT], 3, {}, 0)
+    assert [(one, type(one), one.why) for one in failed] == [(0.0, Failed, f"prompt q1: {POISONED}")] * 3
 
 
 @pytest.mark.parametrize("why", [TOO_LONG, FULL])
