@@ -117,7 +117,7 @@ def test_a_launcher_ends_as_its_program_does(server: ForkServer, launch: Launch,
     assert {"with a message": "it failed", "with an error": "KeyError"}.get(ends, "") in errors
 
 
-def test_a_fork_dies_with_its_launcher_and_no_other_does(server: ForkServer, launch: Launch) -> None:  # FK-2
+def test_a_fork_dies_with_its_launcher_and_no_other_does(server: ForkServer, launch: Launch) -> None:
     launchers = [launch(server.name) for _ in range(3)]
     forks = [said(launcher)["pid"] for launcher in launchers]
     launchers[1].kill()
@@ -145,7 +145,7 @@ def test_a_fork_that_ends_while_another_starts_does_not_end_the_server(
     server.close()
 
 
-def test_a_fork_and_its_launcher_die_with_the_server(server: ForkServer, launch: Launch) -> None:  # FK-2
+def test_a_fork_and_its_launcher_die_with_the_server(server: ForkServer, launch: Launch) -> None:
     launcher = launch(server.name)
     fork = said(launcher)["pid"]
     os.kill(process_of(server), signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_a_launcher_and_its_fork_end_with_the_process_that_started_it(server: Fo
 
 
 @pytest.mark.parametrize("end", ["is killed", "becomes another program"])
-def test_a_fork_server_and_its_forks_end_with_their_owner(launch: Launch, tmp_path: Path, end: str) -> None:  # FK-2
+def test_a_fork_server_and_its_forks_end_with_their_owner(launch: Launch, tmp_path: Path, end: str) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path / "fork_server.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None
@@ -210,7 +210,7 @@ def test_signals_that_stop_a_run_end_neither_launcher_nor_server_nor_fork_before
     assert launcher.poll() is None
 
 
-def test_a_program_with_other_threads_starts_alone(server: ForkServer, launch: Launch) -> None:  # FK-1
+def test_a_program_with_other_threads_starts_alone(server: ForkServer, launch: Launch) -> None:
     launcher = launch(server.name, threads=2)
     assert said(launcher)["pid"] == launcher.pid
     assert said(launch(server.name))["pid"] in children(process_of(server))  # which serves on
@@ -218,7 +218,7 @@ def test_a_program_with_other_threads_starts_alone(server: ForkServer, launch: L
 
 def test_where_an_import_starts_a_thread_the_server_ends_and_processes_start_alone(
     server: ForkServer, launch: Launch, tmp_path: Path
-) -> None:  # FK-1, FK-3
+) -> None:
     process = process_of(server)
     for _ in range(2):
         launcher = launch(server.name, "imports_a_thread")
@@ -230,7 +230,7 @@ def test_where_an_import_starts_a_thread_the_server_ends_and_processes_start_alo
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_launcher_whose_server_closes_the_line_starts_alone_unless_a_fork_may_run(
     launch: Launch, answers: bool
-) -> None:  # FK-1
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         name = f"goaly-test-{os.getpid()}"
         server.bind(f"\0{name}")
@@ -248,7 +248,7 @@ def test_a_launcher_whose_server_closes_the_line_starts_alone_unless_a_fork_may_
             assert said(launcher)["pid"] == launcher.pid
 
 
-def test_a_fork_that_is_not_told_to_run_does_not(server: ForkServer, launch: Launch, tmp_path: Path) -> None:  # FK-1
+def test_a_fork_that_is_not_told_to_run_does_not(server: ForkServer, launch: Launch, tmp_path: Path) -> None:
     first = said(launch(server.name))["pid"]
     request = {"threads": "1", "program": PROGRAM, "modules": [], "folder": str(tmp_path), "cores": [0]}
     request["environment"] = {**os.environ, "ENDS": "normally"}

@@ -88,7 +88,7 @@ async def test_every_process_sees_its_own_gpus_on_the_host_and_cores_that_were_p
             told(hosts, Processes(name="hub", role="hub"), settings, on, with_ranks=False),
         )
     assert [said["RANK"] for said in trainer] == ["0", "1", "2", "3"], "two on each of two hosts, not four on each"
-    assert [said["CUDA_VISIBLE_DEVICES"] for said in trainer] == ["0", "1", "0", "1"]  # HO-3
+    assert [said["CUDA_VISIBLE_DEVICES"] for said in trainer] == ["0", "1", "0", "1"]
     assert [said["LOCAL_RANK"] for said in trainer] == ["0"] * 4, "the number of its GPU among those that it sees"
     assert [trainer[0]["agent"] == other["agent"] for other in trainer] == [True, True, False, False]
     assert [(said["CUDA_VISIBLE_DEVICES"], said["LOCAL_RANK"]) for said in generator] == [("0,1", "0"), ("0,1", "1")]
@@ -133,7 +133,7 @@ async def test_on_cpus_a_process_keeps_the_environment_that_it_came_with_and_out
         found = await told(hosts, generator, settings, on, with_ranks=True)
         assert [said["title"] for said in found] == ["goaly generator-0.0", "goaly generator-0.1"]
         for said in found:
-            os.kill(int(said["pid"] or 0), signal.SIGTERM)  # HO-1
+            os.kill(int(said["pid"] or 0), signal.SIGTERM)  # run-8
         mesh = hosts.spawn(generator, place([generator], settings, on)["generator-0"])
         again = await mesh.spawn("witness-after-the-signal", Witness).say.call()
     assert {said["pid"] for _, said in again.items()} == {said["pid"] for said in found}

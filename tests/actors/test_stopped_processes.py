@@ -119,7 +119,7 @@ async def test_a_stopped_process_is_killed_and_named_and_one_that_gave_up_says_w
     assert "pair.1.log" in report
     await asyncio.wait_for(ended[1].wait(), 10)
     os.kill(pids[0], signal.SIGSTOP)
-    await hosts.stop_all()  # HO-2: it can't follow
+    await hosts.stop_all()  # it can't follow
     await asyncio.wait_for(ended[0].wait(), 10)
     for watch in watches:
         watch.close()

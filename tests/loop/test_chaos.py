@@ -50,7 +50,7 @@ def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: C
     run.wait_for_text("batches again", START_SECONDS)
     run.wait_for_text("trainer-1 serves in its place", START_SECONDS)
     run.kill("hub")
-    for role in ("hub-1", "trainer-2", "reference-1", "critic-1", "rollout-0-1"):  # RN-5
+    for role in ("hub-1", "trainer-2", "reference-1", "critic-1", "rollout-0-1"):
         run.wait_for_text(f"{role} serves in its place", START_SECONDS)
     assert run.spawned("generator") == generators  # which worked on
 
@@ -73,7 +73,7 @@ def test_eight_kills_at_any_moment_lose_no_prompt_and_change_no_weight(launch: C
     assert not [text for text in ("when it was made first", "no longer in the weight store") if text in log]
     assert all(step["grad_norm"] > 0 for step in run.lines("metrics.jsonl"))
     references = [step["reference/version"] for step in run.lines("metrics.jsonl")]
-    assert references == [batch - batch % REFRESH_EVERY for batch in range(steps)]  # SR-1
+    assert references == [batch - batch % REFRESH_EVERY for batch in range(steps)]  # run-11
     found = accounts(run.folder)
     assert found["trained"] == 2 * steps
     assert {key: found[key] for key in ("lost", "doubled", "failed", "unaccounted")} == {

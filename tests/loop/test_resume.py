@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_stops_a_run_without_its_closing(whole: Ended) -> None:
 
 def test_nothing_outlives_a_controller_that_is_killed(killed: Ended, memory_before: set[str]) -> None:
     assert len(killed.processes) >= 5
-    assert killed.survivors == []  # HO-1
+    assert killed.survivors == []  # run-8
     assert orphaned_within(memory_before) == set()
 
 

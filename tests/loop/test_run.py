@@ -101,7 +101,7 @@ def test_a_killed_trainer_ends_the_run_with_an_error_that_names_it(launch: Launc
     children = run.processes()
     run.kill("trainer")
     assert run.wait() == 1
-    assert "trainer died" in run.text()  # RN-1
+    assert "trainer died" in run.text()  # run-12
     assert "Traceback" not in run.text()
     assert run.summary()["status"] == "failed"
     assert gone_within(children) == []

@@ -117,11 +117,11 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     assert seen == whole
     again = client.chat.completions.create(messages=[QUESTION], **greedy, timeout=START_SECONDS)  # waits for the next
     assert again.choices[0].message.content == chat.choices[0].message.content
-    assert "generator 0 serves again" in server.text()  # RV-1
+    assert "generator 0 serves again" in server.text()
 
     left = server.processes()
     assert server.stop(signal.SIGINT) == 0
-    assert gone_within(left) == []  # RV-2
+    assert gone_within(left) == []
 
 
 def test_a_server_follows_its_run_through_the_death_of_the_hub_and_of_the_run(
@@ -158,7 +158,7 @@ def test_a_server_follows_its_run_through_the_death_of_the_hub_and_of_the_run(
 
     os.kill(run.process.pid, signal.SIGKILL)
     server.wait_for_text("its last policy is served")
-    assert (run.folder / STORE_FILE).exists()  # OS-1: and yet it names no store
+    assert (run.folder / STORE_FILE).exists()  # and yet it names no store
     at_rest = logprob()
     assert at_rest == logprob()
 

@@ -42,7 +42,7 @@ def stopped(launch_shared: Launch) -> Stopped:
     for pid in (*run.processes(), run.process.pid):  # as schedulers send it
         os.kill(pid, signal.SIGTERM)
     assert run.wait() == 130, run.text()
-    assert " died" not in run.text()  # HO-1
+    assert " died" not in run.text()  # run-8
     checkpoints = [checkpoint.name for checkpoint in (run.folder / "checkpoints").iterdir()]
     return Stopped(run=run, steps=run.steps(), checkpoints=checkpoints)
 
@@ -73,7 +73,7 @@ def reshaped(launch_shared: Launch, stopped: Stopped) -> Reshaped:
     return Reshaped(run=run, steps=steps, replica=replica, survivors=survivors)
 
 
-def test_a_run_that_is_told_to_stop_leaves_a_checkpoint_of_its_last_step(stopped: Stopped) -> None:  # RN-4
+def test_a_run_that_is_told_to_stop_leaves_a_checkpoint_of_its_last_step(stopped: Stopped) -> None:  # run-3
     (checkpoint,) = stopped.checkpoints
     assert int(checkpoint) == stopped.steps >= 3
 
@@ -94,7 +94,7 @@ def test_what_a_resumed_run_may_not_change_is_refused_and_nothing_is_lost(
     assert f"--resume={tmp_path / 'nowhere'}: must be the folder of a run" in nowhere.text()
 
 
-def test_a_stopped_run_goes_on_in_another_shape(stopped: Stopped, reshaped: Reshaped) -> None:  # RN-4
+def test_a_stopped_run_goes_on_in_another_shape(stopped: Stopped, reshaped: Reshaped) -> None:  # run-3
     assert f"resumed at policy version {stopped.steps}" in reshaped.run.text()
     assert_whole(reshaped.run, reshaped.steps)
     assert all(step["grad_norm"] > 0 for step in reshaped.run.lines("metrics.jsonl"))
@@ -128,7 +128,7 @@ def test_ctrl_c_stops_a_run_cleanly(launch: Launch) -> None:
     assert run.wait() == 130
     summary = run.summary()
     assert summary["status"] == "interrupted"
-    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]  # RN-2
+    assert summary["admitted"] == summary["trained"] + summary["rejected"] + summary["failed"]  # run-2
     assert (run.folder / "trace.json").exists()
     assert gone_within(children) == []
     assert orphaned_within(before) == set()

@@ -165,7 +165,7 @@ def test_a_large_recipe_fits_the_nodes_that_it_names_and_not_half_their_memory(f
 
 
 def test_a_cache_that_leaves_the_libraries_nothing_is_refused_with_one_that_fits(data: list[str]):
-    """PL-5: 123 GiB of cache and 15.3 of weights would leave 0.7 of 139."""
+    """123 GiB of cache and 15.3 of weights would leave 0.7 of 139."""
     file = NAMED["qwen3_8b"]
     with pytest.raises(ConfigError) as error:
         describe(config_of(file, data, nodes(file), "generator.kv_cache_gib=123"))

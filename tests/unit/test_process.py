@@ -169,7 +169,7 @@ def test_the_reason_is_the_error_that_started_it_on_one_line_however_many_actor_
         give_up("task weight follower failed", error)
     log = tmp_path / "log"
     log.write_text(caplog.text)
-    assert fatal_reason(log) == "task weight follower failed: RuntimeError: the store is full"  # PW-4
+    assert fatal_reason(log) == "task weight follower failed: RuntimeError: the store is full"
     assert "ActorError: A remote actor call has failed." in caplog.text  # the whole of it, below the reason
 
 

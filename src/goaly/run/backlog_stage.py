@@ -26,10 +26,9 @@ QUEUE_LOST = "failed: the trajectory queue was lost"
 class BacklogStage:
     """Stage 4: gives out tickets and batches.
 
-    Invariants
-        BS-1  A call whose hub dies is made again to the next one. The queue there goes on from the log, for a training
-              loop that has the batches given out so far; tickets without an end are given out again, unless the run
-              has closed the queue.
+    run-6: A call whose hub dies is made again to the next one. The queue there goes on from the log, for a training
+        loop that has the batches given out so far; tickets without an end are given out again, unless the run has
+        closed the queue.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class BacklogStage:
         return await self._ask("open", lambda queue: queue.open.call_one(log, policy_version, trainer))
 
     async def restore(self, hub: Hub) -> Recovered:
-        """Have the queue of a hub that replaces a lost one go on from the log (BS-1)."""
+        """Have the queue of a hub that replaces a lost one go on from the log (run-6)."""
         call = hub.queue.open.call_one(self._log, self._trained, self._trainer, self._given, self._published)
         recovered = await ask("queue.open", call)
         if self._is_closed:
@@ -143,7 +142,7 @@ class BacklogStage:
             self._hub.broadcast(lambda hub: hub.queue.end_replay.broadcast(reader))
 
     async def is_running(self, ticket: int, hub: str) -> bool:
-        """Whether this ticket of that hub has not ended. Those of a lost one have: they are given out again (BS-1)."""
+        """Whether this ticket of that hub has not ended. Those of a lost hub have: they are given out again (run-6)."""
         return await self._ask("is_running", lambda queue: queue.is_running.call_one(ticket)) and self.hub == hub
 
     def drop(self, ticket: int, hub: str, why: str) -> None:
@@ -152,7 +151,7 @@ class BacklogStage:
             self._hub.broadcast(lambda present: present.queue.report.broadcast(Dropped.failed(ticket, why)))
 
     async def counts(self) -> dict[str, int]:
-        """How many groups were admitted, and how many are in each state."""
+        """The number of groups that were admitted, and that are in each state."""
         self._last_counts = await self._ask("counts", lambda queue: queue.counts.call_one())
         return self._last_counts
 
@@ -173,5 +172,5 @@ class BacklogStage:
 
     async def _ask(self, endpoint: str, call: Callable[[TrajectoryQueue], Awaitable[T]]) -> T:
         while True:
-            with suppress(Lost):  # BS-1
+            with suppress(Lost):  # run-6
                 return await self._hub.call(lambda hub: ask(f"queue.{endpoint}", call(hub.queue)))

@@ -1,13 +1,13 @@
-"""Takes the checkpoints of a run: every so many steps, at its end, and when it is told to stop.
+"""Takes the checkpoints of a run: every `checkpoint.every` steps, at its end, and when it has to stop.
 
 Training waits only until the state is copied; writing goes on in the background. The reference's weights are on disk
 already (`reference_stage.py`).
 
-Invariants
-    RC-1  A checkpoint holds the state of every trained model after the same step. It appears when all its files, and
-          the records of the batches that led to it, are on disk.
-    RC-2  A checkpoint that cannot be written is reported, and the run goes on. If its state was lost with a process,
-          the end of the run takes it again.
+A checkpoint that cannot be written is reported, and the run goes on. If its state was lost with a process, the end of
+the run takes it again.
+
+    run-4: A checkpoint holds the state of every trained model after the same step. It appears when all its files, and
+        the records of the batches that led to it, are on disk.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class RunCheckpoints:
         staged = await asyncio.gather(*(stage.stage() for stage in self._stages.values()))
         for name, at in zip(self._stages, staged, strict=True):
             if at is not None and at != step:
-                raise RunFailed(f"checkpoint of step {step}: the {name} is at step {at}")  # RC-1
+                raise RunFailed(f"checkpoint of step {step}: the {name} is at step {at}")  # run-4
         self._newest = step
         self._writing = self._create_task(self._write(step))
 
@@ -105,7 +105,7 @@ class RunCheckpoints:
         except Exception as error:
             if (cause := os_error(error)) is None:
                 raise
-            self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")  # RC-2
+            self._say(f"no checkpoint of step {step}, it cannot be written: {cause}")
             return
         try:
             oldest = await asyncio.to_thread(self._checkpoints.prune, self._settings.keep)

@@ -30,7 +30,7 @@ class SaveSettings(Settings):
     `policy/` in any case. The trainer waits while a policy is written."""
 
     every: PositiveInt | None = None
-    """Save every so many policy versions, as `policies/VERSION`; null saves none of them. Set it to compare policies of
+    """Save every N-th policy version, as `policies/VERSION`; null saves none of them. Set it to compare policies of
     a run, or to have weights of a run that takes days before it ends."""
     keep: PositiveInt | None = None
     """Number of the newest of these policies that are kept; null keeps all. Lower it if the disk is small."""
@@ -50,7 +50,7 @@ class RunConfig(Settings):
     """The key that puts the values of `switched` in place of those of a config's files."""
 
     steps: PositiveInt
-    """Training steps, each on one batch: the run ends after so many policy versions."""
+    """Number of training steps, each on one batch. The run ends after the last one."""
     run_dir: str = "runs/{time}"
     """The run's folder; `{time}` becomes the start time. A folder of another run is refused."""
     model: ModelSettings
@@ -88,7 +88,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     """Checkpoints, from which the run can be resumed."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    """Evaluation of the policy: where the script asks for it, and every so many policy versions."""
+    """Evaluation of the policy: where the script asks for it, and every `evaluation.every` policy versions."""
     save: SaveSettings = field(default_factory=SaveSettings)
     """Policies that are kept as Hugging Face folders beside the final one."""
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)

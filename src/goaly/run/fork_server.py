@@ -4,11 +4,10 @@ Importing torch and vLLM takes a process up to ten seconds of CPU; a fork of one
 starts each process by a command. Here the command is this file as a program, the launcher: it hands its streams,
 environment, folder and cores to the server, waits until the fork ends, and ends as the fork did.
 
-Invariants
-    FK-1  A process starts once: as a fork, after its launcher has told it to run, or else without the server, if that
-          is gone, computes with other threads, or has not answered for `ANSWER_SECONDS`.
-    FK-2  A fork is killed when its launcher or its server ends. A server ends with the process that started it.
-    FK-3  A server has one thread when it forks. If an import starts another thread, the server logs that and ends.
+A process starts once: as a fork, after its launcher has told it to run, or else without the server, if that is gone,
+computes with other threads, or has not answered for `ANSWER_SECONDS`. A fork is killed when its launcher or its server
+ends. A server ends with the process that started it. A server has one thread when it forks. If an import starts another
+thread, the server logs that and ends.
 """
 
 import json
@@ -65,7 +64,7 @@ imports Monarch, which starts threads."""
 
 
 class ForkServer:
-    """A fork server whose forks compute with so many threads. It ends with this process, at the latest."""
+    """A fork server whose forks compute with `threads` threads. It ends with this process, at the latest."""
 
     def __init__(self, threads: int, log: "Path"):
         import subprocess  # the launcher does without these
@@ -77,7 +76,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, output:
             listener.bind(f"\0{self.name}")
             listener.listen(128)  # launchers may come before the server is up
-            count = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # NumPy's starts threads (FK-3)
+            count = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}  # NumPy's starts threads
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "goaly.run.fork_server", "serve", str(listener.fileno())],
                 stdin=subprocess.PIPE,  # it ends when this process closes it, ends or becomes another program
@@ -114,7 +113,7 @@ class _Fork(NamedTuple):
     launcher: socket.socket
 
     def kill(self) -> None:
-        """The launcher ended (FK-2)."""
+        """The launcher ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.end, signal.SIGKILL)
 
@@ -131,7 +130,7 @@ class _Fork(NamedTuple):
 
 
 def launch(server: str, parent: str, threads: str, program: str, modules: Sequence[str]) -> NoReturn:
-    """Let a fork of the server, with these modules, run the program in this one's place, or run it here (FK-1)."""
+    """Let a fork of the server, with these modules, run the program in this one's place, or run it here."""
     _set_stop_signals(signal.SIG_IGN)
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not _runs_as_fork(line, server, threads, program, modules):
@@ -243,7 +242,7 @@ def _import(modules: Sequence[str]) -> None:
     from goaly.process import give_up, import_ahead
 
     import_ahead(modules)
-    if len(os.listdir("/proc/self/task")) > 1:  # FK-3
+    if len(os.listdir("/proc/self/task")) > 1:
         give_up(f"a fork would lack the threads that one of {', '.join(modules)} started")
 
 

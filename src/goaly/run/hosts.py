@@ -1,12 +1,11 @@
 """Starts and stops the processes of a run on the hosts of a Monarch job. No other file knows Monarch's jobs.
 
-Invariants
-    HO-1  Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
-          signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group
-          of its own; the SIGTERM that schedulers send to all processes ends none of them (PR-3).
-    HO-2  A process that ends or hangs is reported (`watch.py`). No process of a stopped mesh is left on this host.
-    HO-3  A process sees only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without
-          a GPU sees none.
+A process that ends or hangs is reported (`watch.py`). No process of a stopped mesh is left on this host. A process sees
+only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without a GPU sees none.
+
+    run-8: Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
+        signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group of
+        its own; the SIGTERM that schedulers send to all processes ends none of them (PR-3).
 """
 
 import asyncio
@@ -102,7 +101,7 @@ class Hosts:
             watch = self._watches.pop(name)
             watch.stop_reporting()
             await _stop(name, mesh)
-            watch.kill()  # HO-2: processes that did not stop
+            watch.kill()  # processes that did not stop
 
     async def kill(self, name: str) -> None:
         """Kill the processes spawned under this name. Used when one died: the others may wait for it forever."""
@@ -111,7 +110,7 @@ class Hosts:
         await self.stop(name)
 
     async def stop_all(self) -> None:
-        """Stop every process of the run. Those that do not stop within seconds die with the controller (HO-1)."""
+        """Stop every process of the run. Those that do not stop within seconds die with the controller (run-8)."""
         await asyncio.gather(*(self.stop(name) for name in list(self._meshes)))
         for server in self._fork_servers.values():
             server.close()
@@ -124,7 +123,7 @@ class Hosts:
 
     def _start(self, processes: Processes, placed: Placed, hosts: HostMesh) -> ProcMesh:
         per_host, rest = divmod(len(placed.ranks), len(placed.seats))
-        assert not rest, "every host has as many of the ranks as the others (PL-1)"
+        assert not rest, "every host has as many of the ranks as the others"
         stuck_seconds = self._settings.stuck_seconds
         bootstrap = _bootstrap(
             processes, placed.ranks, self._run_dir.absolute(), trace=self._trace, stuck_seconds=stuck_seconds
@@ -180,7 +179,7 @@ class Hosts:
 
 def _shut_monarch_down() -> None:
     """Shut Monarch's client down at exit. Monarch's own handler allows one second and then prints a traceback; on a
-    busy machine that is too short. Processes that are left after that die with this process (HO-1)."""
+    busy machine that is too short. Processes that are left after that die with this process (run-8)."""
     with contextlib.suppress(TimeoutError):
         shutdown_context(host_timeout=0.3).get(timeout=EXIT_SECONDS)
 
@@ -220,12 +219,12 @@ def _bootstrap(
         sys.path.extend(path for path in module_path if path not in sys.path)  # includes the folder of a user's script
         from goaly.process import outlive_stop_signals
 
-        os.setpgid(0, 0)  # HO-1
+        os.setpgid(0, 0)  # run-8
         outlive_stop_signals()
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         rank = current_rank()
         place = places[rank.rank]
-        if place.visible is not None:  # HO-3
+        if place.visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible)
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the placement numbers them
         if place.cores is not None:

@@ -3,9 +3,8 @@
 0 finished   1 failed, with one message that names the actor and the cause   130 stopped by Ctrl-C, or by SIGTERM after
 the current step and a checkpoint of it (a second Ctrl-C stops at once)
 
-Invariants
-    LC-1  When a process that is not replaced dies, the controller stops the others, and resumes the run under its own
-          process id, unless that has happened `checkpoint.restarts` times since the last training step.
+When a process that is not replaced dies, the controller stops the others, and resumes the run under its own process id,
+unless that has happened `checkpoint.restarts` times since the last training step.
 """
 
 import asyncio
@@ -81,7 +80,7 @@ def launch(
             return INTERRUPTED
         except _Restart:
             script_arguments = len(sys.argv) - 1
-            become([*sys.orig_argv[1 : -script_arguments or None], "--resume", str(run_dir)])  # LC-1
+            become([*sys.orig_argv[1 : -script_arguments or None], "--resume", str(run_dir)])
         finally:
             os.close(held)
 
@@ -170,7 +169,7 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 class _StopSignals:
     """Ends the task that made it at the first SIGINT, and at the first SIGTERM after a checkpoint of the current step,
-    for which there are so many seconds. A SIGINT after that ends the process."""
+    which may take `grace_seconds`. A SIGINT after that ends the process."""
 
     def __init__(self, grace_seconds: float):
         task = asyncio.current_task()

@@ -3,9 +3,7 @@
 The file `store.handle` in the run's folder names it. Readers that join it from outside are like the run's generators:
 the trainer does not wait for them, and what they hold is free once their process ends.
 
-Invariants
-    OS-1  The file names the store that the trainer publishes to. One that the end of a controller left behind names no
-          store.
+The file names the store that the trainer publishes to. One that the end of a controller left behind names no store.
 """
 
 import logging
@@ -47,7 +45,7 @@ def offer(run_dir: Path, store: "WeightStore") -> None:
 
 def withdraw(run_dir: Path) -> None:
     """Offer no store any more."""
-    with suppress(OSError):  # the end of the controller withdraws it, too (OS-1)
+    with suppress(OSError):  # the end of the controller withdraws it, too
         (run_dir / STORE_FILE).unlink(missing_ok=True)
 
 
@@ -68,4 +66,4 @@ class StoreFile:
         if content != self._content:
             self._content, self._offered = content, pickle.loads(content)
         assert self._offered is not None
-        return self._offered.store if is_running(self._offered.controller) else None  # OS-1
+        return self._offered.store if is_running(self._offered.controller) else None

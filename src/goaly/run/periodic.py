@@ -1,8 +1,7 @@
-"""Evaluations that a run starts by itself every so many policy versions, beside training.
+"""Evaluations that a run starts by itself every `evaluation.every` policy versions, beside training.
 
-Invariants
-    PV-1  At most one runs at a time. One that is due meanwhile is skipped, and the run says so.
-    PV-2  The run owns its task: its failure ends the run, an interrupt cancels it, and a script's end waits for it.
+At most one runs at a time. The run skips one that is due meanwhile, and says so. It owns the evaluation's task: a
+failure ends the run, an interrupt cancels the task, and the script's end waits for it.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class PeriodicEvaluation:
         """Whether an evaluation starts at this version. One that is due while another is running counts as skipped."""
         if self._every is None or policy_version % self._every:
             return False
-        if self._is_running:  # PV-1
+        if self._is_running:
             self._skipped += 1
             self._say(
                 f"the evaluation of policy version {policy_version} is skipped, because that of version "
@@ -49,7 +48,7 @@ class PeriodicEvaluation:
         return True
 
     def start(self, policy_version: int, owner: asyncio.TaskGroup) -> None:
-        """Start the evaluation of this version as a task of `owner` (PV-2)."""
+        """Start the evaluation of this version as a task of `owner`."""
         self._version = policy_version
         name = f"evaluate policy version {policy_version}"
         self._task = owner.create_task(self._named(policy_version), name=name)

@@ -1,11 +1,9 @@
 """Which processes a run has, and which host, GPU and cores each gets. Pure functions of the settings and the cluster.
 
-Invariants
-    PL-1  Every rank is placed once. The ranks of a mesh are in order, with equally many on each of its hosts.
-    PL-2  No GPU is given to two ranks of a role, nor to two roles, unless one of them has `share_with`.
-    PL-3  The ranks of a tensor-parallel group are on one host, unless `tp_across_hosts` is set.
-    PL-4  A placement that does not fit is refused with one line for each problem, which names the settings.
-    PL-5  The roles of a GPU leave `HEADROOM` of its memory free.
+Every rank is placed once. The ranks of a mesh are in order, with equally many on each of its hosts. No GPU is given to
+two ranks of a role, nor to two roles, unless one of them has `share_with`. The ranks of a tensor-parallel group are on
+one host, unless `tp_across_hosts` is set. A placement that does not fit is refused with one line for each problem,
+which names the settings. The roles of a GPU leave `HEADROOM` of its memory free.
 """
 
 from collections import Counter
@@ -121,9 +119,9 @@ def place(
     gib: Mapping[str, float] | None = None,
     advice: Mapping[str, str] | None = None,
 ) -> dict[str, Placed]:
-    """The places of every mesh of processes, by name. ConfigError with a line for each problem (PL-4).
+    """The places of every mesh of processes, by name. ConfigError with a line for each problem.
 
-    `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known (PL-5).
+    `gib` has the GPU memory that a rank of each role needs at least. It is checked if a GPU's memory is known.
     `advice` says by role what would fit, if it does not.
     """
     return _Planner(processes, settings, cluster, gib or {}, advice or {}).place_all()
@@ -228,7 +226,7 @@ class _Planner:
         most = max(len(self._cluster.hosts[seat].gpus) for seat in seats) if uses_gpus else group
         together = [min(group, most), meshes[0].count // len(parts[0]), *([setting.gpus] if setting.gpus else [])]
         for count in together:
-            if count % group and not (setting.tp_across_hosts and group % count == 0):  # PL-3
+            if count % group and not (setting.tp_across_hosts and group % count == 0):
                 way = "be a multiple of it" if setting.tp_across_hosts else f"set {key}.tp_across_hosts=true"
                 return f"{role}.tp={group}: must divide {count}, the ranks on a host, to be within one, or {way}"
         return None
@@ -266,10 +264,10 @@ class _Planner:
     ) -> list[Placed] | None:
         """Places for each of these meshes on its part of the hosts; None if they do not fit."""
         hosts, placed = self._cluster.seats(role), []
-        left = {host: iter([gpu for at, gpu in free or () if at == host]) for host in hosts}  # PL-2
+        left = {host: iter([gpu for at, gpu in free or () if at == host]) for host in hosts}
         for each, part in zip(meshes, parts, strict=True):
             per_host, rest = divmod(each.count, len(part))
-            if rest or (per_host % each.group and not self._settings.of(role).tp_across_hosts):  # PL-1, PL-3
+            if rest or (per_host % each.group and not self._settings.of(role).tp_across_hosts):
                 return None
             ranks: list[Place] = []
             for host in (hosts[seat] for seat in part):
@@ -314,7 +312,7 @@ class _Planner:
         told = set()
         for (host, gpu), roles in users.items():
             needed = sum(self._gib.get(role, 0.0) for role in roles)
-            if gpu.gib is None or needed <= (1 - HEADROOM) * gpu.gib or tuple(roles) in told:  # PL-5
+            if gpu.gib is None or needed <= (1 - HEADROOM) * gpu.gib or tuple(roles) in told:
                 continue
             told.add(tuple(roles))
             advice = "".join(f"; {self._advice[role]}" for role in roles if role in self._advice)
@@ -350,7 +348,7 @@ def _without(devices: Iterable[Device], placed: Iterable[Placed]) -> list[Device
 
 
 def _parts(meshes: Sequence[Processes], first: int, hosts: int) -> list[range]:
-    """The part of so many hosts that each mesh gets, as even as possible; empty if the ranks cannot be divided."""
+    """The hosts that each mesh gets, as even as possible; empty if the ranks cannot be divided."""
     if len(meshes) >= hosts and len(meshes) > 1:
         seats = [first + index * hosts // len(meshes) for index in range(len(meshes))]
         return [range(seat, seat + 1) for seat in seats]

@@ -6,10 +6,8 @@
 The score of a policy is known when its evaluation ends, and training has changed the trainer's weights by then. So a
 candidate for the best policy is saved when its evaluation starts, and kept or removed when its score is known.
 
-Invariants
-    KP-1  A folder with such a name is whole. Anything else has a hidden name, and is removed at the end or at the next
-          start.
-    KP-2  A policy that cannot be saved costs a warning. It never ends the run.
+A folder with one of these names is whole. Anything else has a hidden name, and is removed at the end or at the next
+start. A policy that cannot be saved causes a warning, and never ends the run.
 """
 
 import asyncio
@@ -58,7 +56,7 @@ class SavedPolicies:
                 await asyncio.to_thread(self._saved_periodic, folder, candidate)
             if candidate:
                 self._candidate = policy_version
-        except Exception as error:  # KP-2
+        except Exception as error:  # a policy that cannot be saved never ends the run
             logger.warning("saving policy version %d in %s failed: %s", policy_version, folder, first_error(error))
 
     async def scored(self, evaluation: Evaluation) -> None:
@@ -68,11 +66,11 @@ class SavedPolicies:
         self._candidate = None
         try:
             await asyncio.to_thread(self._keep_or_remove_candidate, evaluation)
-        except OSError as error:  # KP-2
+        except OSError as error:
             logger.warning("keeping policy version %d as the best failed: %s", evaluation.policy_version, error)
 
     def close(self) -> None:
-        """Remove what is not a whole policy, or not wanted (KP-1)."""
+        """Remove what is not a whole policy, or not wanted."""
         for leftover in self._folder.glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
 

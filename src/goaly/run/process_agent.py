@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LOWEST_PORT = 10_000
 ENOUGH_PORTS = 1_000
-"""A range of so many ports is large enough to choose from."""
+"""A range of this many ports is large enough to choose from."""
 
 
 class ProcessAgent(Actor):

@@ -1,8 +1,7 @@
 """The prompts of a run: the next one of its mixture for each ticket. Each draw is recorded in the run's log.
 
-Invariants
-    DP-1  A resumed run asks the prompts that the run would have asked, each of them once: a ticket that was running has
-          its prompt, and the mixture goes on after the last recorded draw.
+run-10: A resumed run asks the prompts that the run would have asked, each of them once: a ticket that was running
+    has its prompt, and the mixture goes on after the last recorded draw.
 """
 
 from collections.abc import Callable, Mapping

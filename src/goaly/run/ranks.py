@@ -20,7 +20,7 @@ def fork_ranks_from_one_server() -> None:
 
 
 def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work` in so many processes that can form a process group, with the rank and then these arguments."""
+    """Call `work` in `ranks` processes that can form a process group, with the rank and then these arguments."""
     torch.multiprocessing.start_processes(
         _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="forkserver"
     )

@@ -37,11 +37,11 @@ class _Weights:
 class ReferenceStage(RanksStage[ReferenceModel]):
     """Computes log-probabilities under the reference weights, which the policy is kept close to.
 
-    Invariants
-        SR-1  Weights that the reference was refreshed with are on disk before a batch is trained with their log-probs.
-              Ranks that replace lost ones load them from there.
-        SR-2  If they cannot be written, the run says so and goes on. They are written again for the next checkpoint.
-              Until that succeeds there is no checkpoint, and the reference is not replaced: its death ends the run.
+    If refreshed weights cannot be written, the run says so and goes on. They are written again for the next checkpoint.
+    Until that succeeds there is no checkpoint, and the reference is not replaced: its death ends the run.
+
+        run-11: Weights that the reference was refreshed with are on disk before a batch is trained with their
+            log-probs. Ranks that replace lost ones load them from there.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class ReferenceStage(RanksStage[ReferenceModel]):
             await self._keep(version, lambda folder: asyncio.to_thread(link_files, saved, folder))
 
     async def restore(self, ranks: ReferenceModel) -> None:
-        """Load the weights of the lost ranks (SR-1)."""
+        """Load the weights of the lost ranks (run-11)."""
         async with self._changing:  # ends with the files' sync
             present = self._weights
         if present.failure is not None:
-            raise RunFailed(f"reference version {present.version} is not on disk: {present.failure}")  # SR-2
+            raise RunFailed(f"reference version {present.version} is not on disk: {present.failure}")
         await self._load(ranks, present.folder)
 
     async def stage(self) -> None:
         """Choose the present weights for a checkpoint."""
-        if self._weights.failure is not None:  # SR-2
+        if self._weights.failure is not None:
             await super().stage()
             with suppress(Lost):
                 await self._keep(self._weights.version, super().write)
@@ -87,7 +87,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
     async def write(self, folder: Path) -> None:
         """Put the chosen weights into this folder; nothing if they are those that the run began with."""
         if self._staged.failure is not None:
-            raise self._staged.failure  # SR-2
+            raise self._staged.failure
         if self._staged.folder is not None:
             await asyncio.to_thread(link_files, self._staged.folder, folder)
 
@@ -146,7 +146,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
             if (cause := os_error(error)) is None:
                 raise
             self._weights = _Weights(version, None, cause)
-            self._say(f"reference version {version} cannot be written: {cause}")  # SR-2
+            self._say(f"reference version {version} cannot be written: {cause}")
         finally:
             await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
         self.ranks.recoverable = self._weights.failure is None

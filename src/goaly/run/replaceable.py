@@ -4,11 +4,11 @@ The processes of a role are one unit: when one dies, the others are killed, beca
 replacement has a name of its own (`trainer`, then `trainer-1`), so that a late report of the first death is not taken
 for another one.
 
-Invariants
-    RB-1  A call ends: with an answer, with its endpoint's error, or with `Lost` if a process died meanwhile. An error
-          that the death of an actor beside them causes is not theirs: they are replaced with it.
-    RB-2  A call is made to actors that have caught up. While they are being replaced, it waits.
-    RB-3  More than `checkpoint.restarts` deaths in a row without a training step in between end the run.
+A call waits while its actors are being replaced, and until they have caught up. More than `checkpoint.restarts` deaths
+in a row without a training step in between end the run.
+
+    run-5: A call ends: with an answer, with its endpoint's error, or with `Lost` if a process died meanwhile. An error
+        that the death of another actor causes is not the endpoint's: the actors are replaced with it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Lost(GoalyError):
 
 
 class Restarts:
-    """How often each role may still be replaced."""
+    """The number of replacements that each role has left. The run ends when a role has none left."""
 
     def __init__(self, limit: int, policy_version: Callable[[], int]):
         """`limit` replacements of a role in a row at the same policy version."""
@@ -43,7 +43,7 @@ class Restarts:
         self._spent: dict[str, tuple[int, int]] = {}
 
     def spend(self, role: str, report: str) -> None:
-        """Count a death; RunFailed if there were too many (RB-3)."""
+        """Count a death; RunFailed if there were too many."""
         version = self._policy_version()
         at, count = self._spent.get(role, (version, 0))
         count = count + 1 if at == version else 1
@@ -64,7 +64,7 @@ class Replaceable(Generic[Actors]):
         self.name = role
         """The name of their present processes."""
         self.recoverable = True
-        """Whether others could have their state. If not, they are not replaced."""
+        """Whether new actors could have their state. If not, they are not replaced."""
         self._actors = actors
         self._names = {role}
         self._died = asyncio.Event()
@@ -84,7 +84,7 @@ class Replaceable(Generic[Actors]):
 
     def lost(self, name: str, report: str, *, is_own: bool = True) -> bool:
         """Report the death of an actor or a process of this name; True if it belonged to this role and is replaced.
-        That of a role which dies with another one (`is_own`) does not count for RB-3."""
+        The death of a role that dies with another one (`is_own=False`) does not count for `Restarts`."""
         if name not in self._names or (name == self.name and not (self._is_kept and self.recoverable)):
             return False
         if name == self.name:
@@ -92,14 +92,14 @@ class Replaceable(Generic[Actors]):
         return True
 
     async def present(self) -> Actors:
-        """The actors, once they serve (RB-2)."""
+        """The actors, once they serve."""
         await self._serves.wait()  # unblocked by the replacement, or by the end of `keep`
         if self._report is not None:
             raise RunFailed(f"{self.role} died: {self._report}")
         return self._actors
 
     async def call(self, call: Callable[[Actors], Awaitable[T]]) -> T:
-        """The answer of the actors to this call; `Lost` if one of their processes dies before (RB-1)."""
+        """The answer of the actors to this call; `Lost` if one of their processes dies before (run-5)."""
         actors = await self.present()
         if not self._is_kept:
             return await call(actors)
@@ -137,8 +137,8 @@ class Replaceable(Generic[Actors]):
 
         `replace` spawns and starts the actors under this name, and brings them to the state that the run is in. `kill`
         ends the processes of a name. An error that another actor's death causes may come `report_seconds` before the
-        report of that death. `has_peers`: any error of these actors may be such a one. `on_death` is called when actors
-        that have served die.
+        report of that death. `has_peers`: the death of another actor may cause any error of these actors. `on_death` is
+        called when actors that have served die.
         """
         self._is_kept = True
         self._report_seconds, self._has_peers = report_seconds, has_peers

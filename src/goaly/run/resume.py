@@ -2,8 +2,7 @@
 
 Its log and its checkpoints stay valid only if the settings that they depend on stay the same.
 
-Invariants
-    RS-1  One process at a time works on a run folder.
+    run-9: One process at a time works on a run folder.
 """
 
 import fcntl
@@ -75,7 +74,7 @@ def lock(run_dir: Path) -> int:
     """Hold the run folder until this process ends; ConfigError if another process does."""
     descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # RS-1; freed by the end of the process
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # run-9; freed by the end of the process
     except OSError:
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)

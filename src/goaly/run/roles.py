@@ -173,7 +173,7 @@ class Roles:
 def trajectory_queue(
     hub: ProcMesh, config: RunConfig, steps: int | None = None, name: str = "queue"
 ) -> TrajectoryQueue:
-    """The queue of a run of so many steps; without `steps` it admits groups without end."""
+    """The queue of a run of `steps` steps; without `steps` it admits groups without end."""
     return spawn(
         hub,
         name,

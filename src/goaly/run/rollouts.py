@@ -32,23 +32,23 @@ FAILURES_IN_A_ROW = 16
 failed episodes."""
 
 TOO_LONG_IN_A_ROW = 64
-"""The run ends after so many groups without room for an answer and without a completed group between them."""
+"""The run ends after this many groups without room for an answer and without a completed group between them."""
 
 POISONED = f"its worker died {POISON_DEATHS} times"
 
 CANCEL_SECONDS = 1.0
-"""A group that a script cancels is cancelled so much later: by then it is known whether the run ends."""
+"""A group that a script cancels is cancelled after this time: by then it is known whether the run ends."""
 
 
 class RolloutStage:
     """Stage 2: runs groups of episodes on the rollout workers.
 
-    Invariants
-        GR-1  A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended,
-              or is given out again because its hub died.
-        GR-2  A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them.
-        GR-3  With `fixed`, a group runs again on its first worker or the one in its place, also with the next hub.
-        GR-4  A group that ends while its worker is dead leaves no session file: later workers would wait for it.
+    A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them. With `fixed`, a group
+    runs again on its first worker or the one in its place, also with the next hub. A group that ends while its worker
+    is dead leaves no session file: later workers would wait for it.
+
+        run-7: A group or an evaluation whose worker dies runs again, with the same prompt, unless its ticket has ended,
+            or is given out again because its hub died.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RolloutStage:
         sessions: Path | None = None,
     ):
         """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
-        running. `fixed` is for groups whose agents know the address of their worker (GR-3). `sessions` is the folder of
+        running. `fixed` is for groups whose agents know the address of their worker. `sessions` is the folder of
         the workers' session files."""
         self.workers = tuple(workers)
         self._say = say
@@ -115,14 +115,14 @@ class RolloutStage:
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
                     self._forget(ticket.index, hub)
-                    return  # GR-1
+                    return  # run-7
             except asyncio.CancelledError:
                 self._cancel_later(self.workers[index], ticket.index, hub)
                 raise
             finally:
                 if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
                     del self._groups[ticket.index]
-        self._drop(ticket.index, hub, POISONED)  # GR-2
+        self._drop(ticket.index, hub, POISONED)
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
 
     def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int, hub: str) -> None:
@@ -144,7 +144,7 @@ class RolloutStage:
         self._forget(ticket, hub)
 
     def _forget(self, ticket: int, hub: str) -> None:
-        """Delete the session files of a group that no worker goes on with (GR-4)."""
+        """Delete the session files of a group that no worker goes on with."""
         is_given_out_again = self._backlog is not None and self._backlog.hub != hub
         if self._sessions is not None and not is_given_out_again:
             forget_group(self._sessions, ticket)
@@ -189,7 +189,7 @@ class RolloutStage:
     async def rewards(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Mapping[str, Any], policy_version: int
     ) -> list[list[float | None]]:
-        """The rewards of evaluation episodes, so many for each prompt, under this policy version or a newer one.
+        """The rewards of each prompt's evaluation episodes, under this policy version or a newer one.
 
         `sampling` holds the sampling parameters that differ from training. The reward is None if the prompt left no
         room for an answer, and `Failed` if the episode failed. EvaluationFailed after too many of these in a row, or if
@@ -216,7 +216,7 @@ class RolloutStage:
                 try:
                     rewards = await self._run_on(self._least_busy(), run)
                     break
-                except Lost as lost:  # GR-1
+                except Lost as lost:  # run-7
                     deaths += lost.is_own
                 except RunFailed as error:
                     if isinstance(cause := root_cause(error.__cause__ or error), EvaluationFailed):
@@ -267,7 +267,7 @@ class RolloutStage:
             logger.info("%s: %s", telling.get_name(), error)
 
     def _home(self, ticket: int) -> int:
-        """The worker that runs this group next: the least busy one, or the one on which it began (GR-3)."""
+        """The worker that runs this group next: the least busy one, or the one on which it began."""
         if not self._fixed:
             return self._least_busy()
         if ticket not in self._homes:

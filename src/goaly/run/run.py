@@ -253,7 +253,7 @@ class Run:
         self._ends = True
         if hasattr(self, "backlog"):
             with suppress(Exception):  # its hub may be dead
-                self.backlog.end()  # RN-4
+                self.backlog.end()  # run-3
 
     def failed(self, what: str, error: BaseException) -> None:
         """Report that a part of the controller failed: the run ends with an error that names it."""

@@ -1,8 +1,7 @@
 """Serves a policy outside of training: generators in processes of their own, and the HTTP endpoint in this one.
 
-Invariants
-    RV-1  A generator that dies is replaced (GS-2); one that dies again and again ends the server (GS-3).
-    RV-2  However the block is left, no process of the server is left.
+A generator that dies is replaced (GS-2); one that dies again and again ends the server (GS-3). However the block is
+left, no process of the server is left.
 """
 
 import asyncio
@@ -85,7 +84,7 @@ async def serving(config: ServeConfig, folder: Path) -> AsyncIterator[PublicGate
         await _close(gateway.close())
         router.update({})
         await _close(service.close())
-        await replicas.hosts.stop_all()  # RV-2
+        await replicas.hosts.stop_all()
 
 
 class _Replicas:

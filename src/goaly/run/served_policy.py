@@ -24,7 +24,7 @@ SAVED = ("policy", "policies/*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
-    """What the config of a run says about its policy."""
+    """The parts of a run's config that describe its policy."""
 
     model: ModelSettings
     """The model that training started from."""
@@ -34,7 +34,7 @@ class RunModel:
 
     @classmethod
     def of(cls, run_dir: Path) -> "RunModel":
-        """That of the run in this folder; ConfigError if it has none."""
+        """Those of the run in this folder; ConfigError if it has no config."""
         from omegaconf import OmegaConf
 
         from goaly.config.check import check

@@ -31,9 +31,7 @@ Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
 class RanksStage(Generic[RankActor]):
     """A mesh of actors, one for each rank.
 
-    Invariants
-        SG-1  A call whose ranks die is made again to those that replace them. These have the state of the ranks before
-              the call.
+    A call whose ranks die is made again to those that replace them. These have the state of the ranks before the call.
     """
 
     def __init__(self, ranks: Replaceable[RankActor], say: Callable[[str], None] = logger.info):
@@ -69,7 +67,7 @@ class RanksStage(Generic[RankActor]):
         return self._answer("start", ranks.start.stream(None if folder is None else folder.absolute()))
 
     async def _ask(self, endpoint: str, call: Callable[[RankActor], Iterable[Awaitable[T]]]) -> T:
-        """The answer of a call to all ranks (SG-1). A call that takes unusually long is reported."""
+        """The answer of a call to all ranks. A call that takes unusually long is reported."""
 
         async def report(seconds: float) -> None:
             self._say(f"waiting {seconds:.0f} s for {self.ranks.role}.{endpoint}")
@@ -122,12 +120,11 @@ class _TrainedStage(RanksStage[Trained]):
 class TrainerStage(_TrainedStage[PolicyTrainer]):
     """Stage 5: makes policy versions from batches.
 
-    Invariants
-        SV-1  The last step's policy is saved before a script continues. Only the trainer's death or a second Ctrl-C
-              stops the save: a failing evaluation or an interrupt finds the policy on disk.
-        SV-2  A saved policy is the result of whole steps.
-        SV-3  A step waits for the save of the version before it, so that a save never sees half a step.
-        SV-4  Ranks that replace lost ones serve once generators can read the version that the run is at.
+    A saved policy is the result of whole steps. A step waits for the save of the version before it, so that a save
+    never sees half a step. Ranks that replace lost ones serve once generators can read the version that the run is at.
+
+        run-1: The last step's policy is saved before a script continues. Only the trainer's death or a second Ctrl-C
+            stops the save: a failing evaluation or an interrupt finds the policy on disk.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
         self.start_version = self.steps_done
 
     async def restore(self, ranks: PolicyTrainer, checkpoint: Checkpoint | None, again: Again) -> None:
-        """Bring new ranks from this checkpoint to the state of the lost ones, and publish their version (SV-4)."""
+        """Bring new ranks from this checkpoint to the state of the lost ones, and publish their version."""
         await super().restore(ranks, checkpoint, again)
         if self.policy_version > 0:
             digest = await self._answer("digest", ranks.digest.stream())
@@ -174,8 +171,8 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
 
     async def step(self, batch: BatchHandle) -> dict[str, float]:
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""
-        async with self._between_steps:  # SV-3; unblocked by the trainer's answer or death
-            self._in_step = True  # SV-2: stays True if the step fails
+        async with self._between_steps:  # unblocked by the trainer's answer or death
+            self._in_step = True  # stays True if the step fails
             metrics = await super().step(batch)
             self._in_step = False
         if self.is_done:
@@ -191,7 +188,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
         self._expected = {version: digest, **{newer: one for newer, one in self._expected.items() if newer > version}}
         self._record(Published(version=version, digest=digest))
         if self._saving is not None:
-            await asyncio.shield(self._saving)  # SV-1; unblocked by the trainer's answer or death
+            await asyncio.shield(self._saving)  # run-1; unblocked by the trainer's answer or death
         return version
 
     async def digest(self) -> str:
@@ -204,7 +201,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
 
     async def save_version(self, policy_version: int, folder: Path) -> None:
         """Write the policy of this version as a Hugging Face folder; RunFailed if a step has replaced it."""
-        async with self._between_steps:  # SV-3
+        async with self._between_steps:
             if self._in_step or self.policy_version != policy_version:
                 raise RunFailed(f"the trainer has policy version {self.policy_version} or a part of the next one")
             await self.save(folder)
@@ -224,7 +221,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
         return self.policy_version > self.start_version or (self.is_done and not self._folder.exists())
 
     async def save_newest(self) -> None:
-        """Save the newest policy. Does nothing if no step was trained or the last one was interrupted (SV-2)."""
+        """Save the newest policy. Does nothing if no step was trained or the last one was interrupted."""
         if self._saving is None and self.has_unsaved:
             self._save()
         if self._saving is not None:

@@ -1,15 +1,14 @@
 """Brings the actors of a run up, and takes them down. Every task belongs to the script's TaskGroup or to the run's.
 
-Invariants
-    RN-1  Processes of the roles in `replaced_roles` are replaced when they die (`replaceable.py`), generators by their
-          service. The death of any other actor ends the run with a RunFailed that names it.
-    RN-2  However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
-          processes are stopped.
-    RN-3  The policy is saved without the script's help (SV-1): after the last step, or when the block is left. An
-          interrupt before the last step saves nothing.
-    RN-4  However a run ends, its folder holds all that a resumed run needs (docs/durability.md).
-    RN-5  With the hub all are replaced that call it, but for the generators: they follow the next one's weight store.
-          Such a death counts once, as the hub's.
+The policy is saved without the script's help (run-1): after the last step, or when the block is left. An interrupt
+before the last step saves nothing. A hub's death replaces all roles that call the hub, but for the generators: they
+follow the next hub's weight store. It counts once, as the hub's.
+
+    run-12: Processes of the roles in `replaced_roles` are replaced when they die (`replaceable.py`), generators by
+        their service. The death of any other actor ends the run with a RunFailed that names it.
+    run-2: However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
+        processes are stopped.
+    run-3: However a run ends, its folder holds all that a resumed run needs (docs/durability.md).
 """
 
 import asyncio
@@ -74,7 +73,7 @@ REFERENCE_FOLDER = "reference"
 async def started(
     config: RunConfig, episode: EpisodeFunction, run_dir: Path, created: Callable[[Run], None] = lambda run: None
 ) -> AsyncIterator[Run]:
-    """A run whose actors are up. It goes on from what its folder holds: from nothing, or from where it ended (RN-4).
+    """A run whose actors are up. It goes on from what its folder holds: from nothing, or from where it ended (run-3).
 
     `created` gets the run before anything is started.
     """
@@ -88,7 +87,7 @@ async def started(
         is_replaced = hasattr(run, "generators") and run.generators.lost(actor, report)
         is_replaced = is_replaced or any(one.lost(actor, report) for one in run.replaceable)
         if actor in planned and not is_replaced:
-            run.lost(actor, report)  # RN-1
+            run.lost(actor, report)  # run-12
 
     hosts = Hosts(config.hosts, run_dir, on_failure, trace=config.telemetry.trace)
     status = "failed"
@@ -99,7 +98,7 @@ async def started(
             await _bring_up(run, hosts, planned, pickled(episode))
             run.keepers.append(owned.create_task(run.generators.supervise()))
             yield run
-            await run.trainer.save_newest()  # RN-3: if the script ended before the last step
+            await run.trainer.save_newest()  # if the script ended before the last step
             await run.periodic.ended()
             await run.checkpoints.finish(run.policy_version)
             for task in (watch, *run.keepers):
@@ -113,7 +112,7 @@ async def started(
         try:
             await _save_policy(run, status)
         finally:
-            await _take_down(run, hosts, status)  # RN-2
+            await _take_down(run, hosts, status)  # run-2
 
 
 async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], episode: bytes) -> None:
@@ -211,7 +210,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
 
 
 def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> None:
-    """Replace processes that die from now on, and let the new ones catch up with the run (RN-1)."""
+    """Replace processes that die from now on, and let the new ones catch up with the run (run-12)."""
     restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
     replaced = replaced_roles(run.config)
     seconds = REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
@@ -237,7 +236,7 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
     def lose_callers() -> None:
         for one in run.replaceable:
             report = "the hub died, which it calls"
-            if one is not roles.hub and not one.lost(one.name, report, is_own=False):  # RN-5
+            if one is not roles.hub and not one.lost(one.name, report, is_own=False):
                 run.lost(one.name, report)
 
     async def replace_hub(name: str) -> Hub:
@@ -294,7 +293,7 @@ def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> Non
 
 
 async def _save_policy(run: Run, status: str) -> None:
-    """Save the newest policy of a run that failed or was interrupted (RN-3)."""
+    """Save the newest policy of a run that failed or was interrupted."""
     trainer = getattr(run, "trainer", None)
     if trainer is None or "trainer" in run.lost_actors or not trainer.has_unsaved:
         return

@@ -1,7 +1,7 @@
 """`model.tiny`: the values that turn the config of a large run into one that a CPU runs in a minute.
 
-They replace those of the config's files, before the overrides of the command line. What stays is what a cluster's run
-does otherwise than an embedded one: the family and number of experts, the loss, the order, the staleness, the data's
+They replace those of the config's files, before the overrides of the command line. They keep what
+distinguishes the large run: the family and number of experts, the loss, the order, the staleness, the data's
 columns, the verifier, which axes of parallelism are used, and in which number format.
 """
 

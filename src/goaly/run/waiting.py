@@ -9,7 +9,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 30.0
-"""A wait is reported after so many seconds, and again whenever it has doubled."""
+"""A wait is reported after this many seconds, and again whenever it has doubled."""
 MOST_SECONDS_BETWEEN = 3600.0
 ANSWER_SECONDS = 5.0
 """Longest wait for an actor to report its progress."""

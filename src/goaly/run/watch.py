@@ -3,16 +3,15 @@
 Every process answers the controller's heartbeat in a thread of its own. Only a stopped process or one whose interpreter
 is blocked does not answer; a slow step, a busy event loop or an import does not delay the answer.
 
-Invariants
-    PW-1  The end of a process on this host is detected at once, by the kernel, as soon as the process logs to its file.
-          Before that, and on other hosts, Monarch's supervision reports it, up to half a minute later. (Polling it
-          often would cost a run on two cores a tenth of its speed.)
-    PW-2  A process that does not answer a heartbeat for `silent_seconds`, or does not start, is lost. On this host it
-          is also killed.
-    PW-3  The controller counts silence in ticks of its own event loop: its own stall or stop counts as one tick.
-    PW-4  The report of a process that gave up has the reason that it logged (`goaly.process`).
-    PW-5  A process that is stopped before its first answer is lost after `silent_seconds`, if it is on this host and
-          logs to its file. A slow start is not lost, because the process is not stopped.
+The end of a process on this host is detected at once, by the kernel, as soon as the process logs to its file. Before
+that, and on other hosts, Monarch's supervision reports it, up to half a minute later. (Polling it often would cost a
+run on two cores a tenth of its speed.)
+
+A process that does not answer a heartbeat for `silent_seconds`, or does not
+start, is lost. On this host it is also killed. The controller counts silence in ticks of its own event loop: its own
+stall or stop counts as one tick. The report of a process that gave up has the reason that it logged (`goaly.process`).
+A process that is stopped before its first answer is lost after `silent_seconds`, if it is on this host and logs to its
+file. A slow start is not lost, because the process is not stopped.
 """
 
 import asyncio
@@ -37,9 +36,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 5.0
 """Time between two heartbeats, or less where the limit is short."""
 TICKS = 10
-"""The limit has at least so many ticks, so one tick lost to a stall does not matter."""
+"""The limit has at least this many ticks, so one tick lost to a stall does not matter."""
 START_SECONDS = 600.0
-"""A process may take so long until its first answer, whatever the limit: it imports its modules first."""
+"""A process may take this long until its first answer, whatever the limit: it imports its modules first."""
 TAIL_BYTES = 1 << 16
 
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class MeshWatch:
                 watch.close()
 
     def fatal_reasons(self) -> list[str]:
-        """The reasons of the processes that gave up (PW-4)."""
+        """The reasons of the processes that gave up."""
         return [why for why in map(fatal_reason, self._logs) if why is not None]
 
     async def _watch(self, rank: int, agent: ProcessAgent) -> None:
@@ -103,15 +102,15 @@ class MeshWatch:
                 self._exit_of(rank, mark)
             while limit is not None:
                 if await answered_within(agent.beat.call_one(), limit) is None:
-                    self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")  # PW-2
+                    self._lost(rank, f"{mark} has not answered for {limit:g} s (hosts.silent_seconds)")
                     return
                 await asyncio.sleep(tick_of(limit))
         except Exception as error:  # the process failed, or Monarch's connection to it
             self._lost(rank, f"a process cannot be reached: {cause_of(first_error(error))}")
 
     async def _watch_start(self, rank: int, limit: float | None) -> None:
-        """Until the first answer: watch for the end of the process (PW-1). It is lost after being stopped for the limit
-        (PW-5), counted in ticks (PW-3)."""
+        """Watch for the end of the process until its first answer. It is lost after it was stopped for the limit,
+        counted in ticks."""
         tick = HEARTBEAT_SECONDS if limit is None else tick_of(limit)
         stopped, child = 0, None
         while limit is None or stopped < math.ceil(limit / tick):
@@ -125,7 +124,7 @@ class MeshWatch:
     def _exit_of(self, rank: int, mark: ProcessMark | None = None) -> ExitWatch | None:
         """The watch for the end of this process; None if it has ended or is not on this host."""
         if rank not in self._exits and (mark := mark or descendant_that_logs_to(self._logs[rank])) is not None:
-            self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))  # PW-1
+            self._exits[rank] = ExitWatch(mark, partial(self._lost, rank, f"{mark} ended"))
         return self._exits.get(rank)
 
     def _lost(self, rank: int, what: str) -> None:
@@ -146,7 +145,7 @@ def tick_of(limit: float) -> float:
 
 
 async def answered_within(answer: Awaitable[T], seconds: float | None) -> T | None:
-    """The answer; None after so many seconds without one, counted while this event loop runs (PW-3)."""
+    """The answer; None after `seconds` without one, counted in ticks of this event loop."""
     if seconds is None:
         return await answer
     call = asyncio.ensure_future(answer)
@@ -176,7 +175,7 @@ def descendant_that_logs_to(log: Path, pid: int | None = None) -> ProcessMark | 
 
 
 def fatal_reason(log: Path) -> str | None:
-    """Why the process of this log file gave up; None if it did not, or if the file cannot be read here (PW-4)."""
+    """Why the process of this log file gave up; None if it did not, or if the file cannot be read here."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))

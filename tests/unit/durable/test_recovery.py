@@ -201,7 +201,7 @@ class Recovery(RuleBasedStateMachine):
 
     def save(self) -> None:
         """A checkpoint, and what may then be deleted."""
-        self.sync()  # RC-1
+        self.sync()  # run-4
         if self.version > self.checkpoints[-1]:
             self.checkpoints = [*self.checkpoints, self.version][-KEPT:]
         if not self.keep_log and self.checkpoints[0]:

@@ -110,7 +110,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_le
     assert content(tmp_path / "000001" / "trainer" / "state") == "1"
 
 
-async def test_a_checkpoint_appears_when_the_log_up_to_it_is_on_disk(tmp_path: Path) -> None:  # RC-1
+async def test_a_checkpoint_appears_when_the_log_up_to_it_is_on_disk(tmp_path: Path) -> None:  # run-4
     setup = Setup(tmp_path, every=1)
     setup.log_is_durable.clear()
     await setup.steps(1)
@@ -120,7 +120,7 @@ async def test_a_checkpoint_appears_when_the_log_up_to_it_is_on_disk(tmp_path: P
     assert await setup.written() == ["000001"]
 
 
-async def test_models_of_different_steps_make_no_checkpoint(tmp_path: Path) -> None:  # RC-1
+async def test_models_of_different_steps_make_no_checkpoint(tmp_path: Path) -> None:  # run-4
     setup = Setup(tmp_path, every=1)
     setup.models["trainer"].step = 1
     with pytest.raises(RunFailed, match="checkpoint of step 1: the critic is at step 0"):
@@ -128,7 +128,7 @@ async def test_models_of_different_steps_make_no_checkpoint(tmp_path: Path) -> N
     assert names(tmp_path) == []
 
 
-async def test_a_full_disk_is_reported_and_the_next_checkpoint_is_whole(tmp_path: Path) -> None:  # RC-2
+async def test_a_full_disk_is_reported_and_the_next_checkpoint_is_whole(tmp_path: Path) -> None:
     setup = Setup(tmp_path, every=1)
     setup.models["critic"].error = OSError(errno.ENOSPC, "No space left on device", "critic/state")
     await setup.steps(1)

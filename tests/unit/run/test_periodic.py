@@ -1,4 +1,4 @@
-"""A run evaluates by itself while it trains: when, of which version, and how such an evaluation ends (PV-1, PV-2)."""
+"""A run evaluates by itself while it trains: when, of which version, and how such an evaluation ends."""
 
 import asyncio
 import json
@@ -163,7 +163,7 @@ async def test_a_script_alone_decides_where_no_period_is_set(
 
 async def test_training_goes_on_while_a_slow_evaluation_runs_and_those_due_meanwhile_are_skipped(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # PV-1
+) -> None:
     caplog.set_level("INFO")
     async with run_of(config, tmp_path, monkeypatch) as run:
         run.rollouts.may_answer.clear()
@@ -182,7 +182,7 @@ async def test_training_goes_on_while_a_slow_evaluation_runs_and_those_due_meanw
 
 async def test_the_end_of_a_script_waits_for_the_evaluation_and_the_newest_version_has_the_last_word(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # PV-2
+) -> None:
     async with run_of(config, tmp_path, monkeypatch) as run:
         slow = run.rollouts
         slow.may_answer.clear()
@@ -215,7 +215,7 @@ async def test_a_script_that_asks_for_what_is_being_evaluated_shares_its_result(
 
 async def test_an_evaluation_that_fails_ends_the_run_with_an_error_that_names_it(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # PV-2
+) -> None:
     async def script() -> None:
         async with run_of(config, tmp_path, monkeypatch) as run:
             run.rollouts.error = RunFailed("rollout.evaluate failed: ValueError: no such tool")
@@ -256,7 +256,7 @@ async def test_an_evaluation_without_a_result_ends_nothing_else_and_is_counted(
 @pytest.mark.parametrize("during", ["training", "the wait for it"])
 async def test_an_interrupt_cancels_it(
     during: str, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # PV-2
+) -> None:
     runs, trained = [], asyncio.Event()
 
     async def script() -> None:

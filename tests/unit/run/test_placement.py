@@ -99,7 +99,7 @@ def test_every_rank_is_placed_once_and_alone_on_its_gpu_or_the_refusal_names_a_s
         found, seats = placed[each.name], on.seats(each.role)
         per_host = each.count // len(found.seats)
         names = [on.hosts[seats[seat]].name for seat in found.seats for _ in range(per_host)]
-        assert [rank.host for rank in found.ranks] == names  # PL-1
+        assert [rank.host for rank in found.ranks] == names
         if each.role in COMPUTING and any(on.hosts[seat].gpus for seat in seats):
             own = [(rank.host, rank.gpu.name) for rank in found.ranks if rank.gpu is not None]
             assert len(own) == each.count
@@ -112,10 +112,10 @@ def test_every_rank_is_placed_once_and_alone_on_its_gpu_or_the_refusal_names_a_s
                 assert each.role == "generator" or rank.visible == (rank.gpu.name,)
         else:
             assert all(rank.gpu is None and not rank.visible for rank in found.ranks)
-        if each.role in COMPUTING and not hosts.of(each.role).tp_across_hosts:  # PL-3
+        if each.role in COMPUTING and not hosts.of(each.role).tp_across_hosts:
             groups = [found.ranks[first : first + each.group] for first in range(0, each.count, each.group)]
             assert all(len({rank.host for rank in group}) == 1 for group in groups)
-    assert all(count == 1 for counts in used.values() for count in counts.values())  # PL-2
+    assert all(count == 1 for counts in used.values() for count in counts.values())
     alone = sum((counts for each, counts in used.items() if hosts.of(each).share_with is None), Counter())
     assert all(count == 1 for count in alone.values())
     for each, counts in used.items():
@@ -271,7 +271,7 @@ def test_shared_gpus_are_the_other_roles_in_its_order():
         ({"bind": {"generator": [0, 9]}}, "hosts.bind.generator=[0, 9]: host-1 has no core 9 for this run"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_key(given: dict[str, Any], said: str):  # PL-4
+def test_what_does_not_fit_is_refused_by_its_key(given: dict[str, Any], said: str):
     processes = [*replicas(1, tp=3), role("trainer", 4), role("reference", 4), HUB, *workers(1)]
     on = cluster(hosts=2, gpus=8, cores=8)
     assert gpus(place(processes, HostSettings(), on))["generator-0"] == ["1:0", "1:1", "1:2"]
@@ -343,7 +343,7 @@ def test_memory_is_checked_where_roles_share_and_where_one_alone_is_too_large():
     hosts = HostSettings(reference=RolePlacement(share_with="trainer"))
     place(processes, hosts, cluster(gpus=3, gpu_gib=74), gib)
     place(processes, hosts, cluster(gpus=3), gib)
-    assert refused(processes, hosts, cluster(gpus=3, gpu_gib=73), gib) == [  # PL-5
+    assert refused(processes, hosts, cluster(gpus=3, gpu_gib=73), gib) == [
         "hosts.reference.share_with=trainer: together they need 70.0 GiB (50.0 of trainer + 20.0 of reference) and "
         "3.7 free for the libraries and their buffers, GPU 0 of host-0 has 73.0 GiB"
     ]

@@ -1,4 +1,4 @@
-"""Policies that a run keeps beside its final one: which folders are there, and that each is whole (KP-1, KP-2)."""
+"""Policies that a run keeps beside its final one: which folders are there, and that each is whole."""
 
 import json
 import shutil
@@ -130,7 +130,7 @@ async def test_a_disk_that_is_full_when_the_score_is_known_keeps_the_best_policy
 
 async def test_a_process_that_dies_while_it_removes_or_sets_aside_leaves_nothing_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # KP-1
+) -> None:
     folder, trainer, settings = tmp_path / "policies", Trainer(), SaveSettings(every=2, keep=1, best=True)
     policies = SavedPolicies(folder, settings, "first")
     await policies.save(2, trainer, candidate=True)  # its score never comes

@@ -126,7 +126,9 @@ Make = Callable[..., Any]
 
 
 @pytest.mark.parametrize("dies_in", ["refresh", "annotate", "stage", "write"])
-async def test_new_ranks_have_the_weights_of_the_lost_ones_wherever_these_died(run: Make, dies_in: str) -> None:  # SR-1
+async def test_new_ranks_have_the_weights_of_the_lost_ones_wherever_these_died(
+    run: Make, dies_in: str
+) -> None:  # run-11
     ranks = [Ranks(), Ranks(), Ranks()]
     one = await run(*ranks)
     await one.stage.start()
@@ -140,7 +142,7 @@ async def test_new_ranks_have_the_weights_of_the_lost_ones_wherever_these_died(r
 
 
 @pytest.mark.parametrize("dies_in", ["refresh", "annotate"])
-async def test_new_ranks_begin_with_the_version_of_the_lost_ones(run: Make, dies_in: str) -> None:  # SR-1
+async def test_new_ranks_begin_with_the_version_of_the_lost_ones(run: Make, dies_in: str) -> None:  # run-11
     ranks = [Ranks(), Ranks()]
     one = await run(*ranks)
     await one.stage.start()
@@ -153,7 +155,7 @@ async def test_new_ranks_begin_with_the_version_of_the_lost_ones(run: Make, dies
     assert began == [4]
 
 
-async def test_a_checkpoint_has_the_weights_of_its_step_though_they_were_refreshed_since(run: Make) -> None:  # SR-2
+async def test_a_checkpoint_has_the_weights_of_its_step_though_they_were_refreshed_since(run: Make) -> None:
     one = await run(Ranks())
     await one.stage.start()
     assert await one.written("before the first refresh") is None
@@ -188,7 +190,7 @@ async def test_a_run_goes_on_from_the_weights_of_its_checkpoint_not_from_newer_o
 NO_SPACE = OSError(28, "No space left on device")
 
 
-async def test_weights_that_cannot_be_written_are_written_for_a_later_checkpoint(run: Make) -> None:  # SR-2
+async def test_weights_that_cannot_be_written_are_written_for_a_later_checkpoint(run: Make) -> None:
     ranks = [Ranks()]
     one = await run(*ranks)
     await one.stage.start()
@@ -202,7 +204,7 @@ async def test_weights_that_cannot_be_written_are_written_for_a_later_checkpoint
     assert one.kept.recoverable
 
 
-async def test_the_death_of_a_reference_whose_weights_are_nowhere_ends_the_run(run: Make) -> None:  # SR-2
+async def test_the_death_of_a_reference_whose_weights_are_nowhere_ends_the_run(run: Make) -> None:
     ranks = [Ranks(), Ranks()]
     one = await run(*ranks)
     await one.stage.start()
@@ -219,7 +221,7 @@ async def test_the_death_of_a_reference_whose_weights_are_nowhere_ends_the_run(r
 
 async def test_ranks_that_die_after_they_have_written_have_the_same_weights_as_those_that_replace_them(
     run: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:  # SR-1
+) -> None:  # run-11
     ranks = [Ranks(), Ranks()]
     one = await run(*ranks)
     await one.stage.start()

@@ -68,11 +68,11 @@ async def test_a_call_to_actors_that_die_is_lost_and_the_next_one_waits_for_thei
     kept.may_replace.clear()
     assert kept.one.lost("trainer", "process 7 ended")
     with pytest.raises(Lost, match="trainer died: process 7 ended"):
-        await hanging  # RB-1
+        await hanging  # run-5
     waiting = asyncio.ensure_future(kept.one.call(echo))
     await turns()
     assert not kept.one.serves
-    assert not waiting.done()  # RB-2
+    assert not waiting.done()
     kept.may_replace.set()
     assert await waiting == "trainer-1"
     assert kept.one.serves
@@ -141,7 +141,7 @@ async def test_an_error_that_the_death_of_the_hub_caused_is_not_the_actors_also_
         raise RunFailed("trainer.step failed") from ActorError(SupervisionError("the hub died"))
 
     with pytest.raises(Lost, match="the hub died"):
-        await kept.one.call(broken)  # RB-1
+        await kept.one.call(broken)  # run-5
 
     async def ill(actors: str) -> str:
         raise RunFailed("trainer.step failed") from ActorError(ValueError("the loss is NaN"))
@@ -195,7 +195,7 @@ async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run
         kept.one.lost(kept.one.name, f"death {death}")
         await turns()
     with pytest.raises(RunFailed, match=r"trainer died 3 times .*checkpoint.restarts=2.*the last time: death 6"):
-        await kept.task  # RB-3
+        await kept.task
 
 
 async def test_actors_that_die_with_another_role_do_not_use_up_their_own_budget() -> None:
@@ -362,10 +362,10 @@ async def test_ranks_that_replace_lost_ones_train_the_logged_batches_and_then_th
         stage = stage_of(Replaceable("model", Ranks(hangs=5)))
         await stage.start(Checkpoint(tmp_path / "3", 3, {}))
         assert await replaced_in_step(stage, newer, checkpoint) == {"loss": 5.0}
-        assert newer.trained == [0, 1, 2, 3, 4, 5]  # SG-1
+        assert newer.trained == [0, 1, 2, 3, 4, 5]
         assert stage.steps_done == 6
         if isinstance(stage, TrainerStage):
-            assert newer.published == [5]  # SV-4
+            assert newer.published == [5]
 
 
 async def test_a_version_that_is_made_again_with_another_digest_is_told(tmp_path: Path) -> None:

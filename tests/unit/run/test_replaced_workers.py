@@ -125,7 +125,7 @@ async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_r
     rollouts.may_replace.clear()
     rollouts.stage.workers[0].lost("rollout-0", "process 7 ended")
     await asyncio.wait_for(group, 5)
-    assert rollouts.spawned["rollout-1"].ran == ([0] if is_running else [])  # GR-1
+    assert rollouts.spawned["rollout-1"].ran == ([0] if is_running else [])  # run-7
     rollouts.may_replace.set()
     await turns(20)
     new = rollouts.spawned["rollout-0-1"]
@@ -135,7 +135,7 @@ async def test_the_groups_of_a_worker_that_dies_run_elsewhere_unless_they_were_r
     rollouts.close()
 
 
-async def test_a_group_whose_agents_know_its_worker_waits_for_the_one_in_its_place() -> None:  # GR-3
+async def test_a_group_whose_agents_know_its_worker_waits_for_the_one_in_its_place() -> None:
     rollouts = Rollouts(Backlog(), deadly="rollout-1 ", fixed=True)
     await turns()
     rollouts.stage._running[0] = 9
@@ -154,7 +154,7 @@ async def test_a_group_whose_agents_know_its_worker_waits_for_the_one_in_its_pla
     rollouts.close()
 
 
-async def test_a_group_whose_agents_know_its_worker_returns_to_it_with_the_next_hub() -> None:  # GR-3
+async def test_a_group_whose_agents_know_its_worker_returns_to_it_with_the_next_hub() -> None:
     backlog = Backlog()
     rollouts = Rollouts(backlog, deadly="rollout-1 ", fixed=True)
     await turns()
@@ -185,7 +185,7 @@ async def test_the_groups_of_a_hub_that_died_do_not_run_again_because_their_tick
     again = asyncio.ensure_future(rollouts.stage.group(Ticket(index=1, min_version=0), PROMPT))
     await turns()  # the same ticket twice, before a worker serves
     rollouts.may_replace.set()
-    await asyncio.wait_for(asyncio.gather(running, waiting, again), 5)  # GR-1
+    await asyncio.wait_for(asyncio.gather(running, waiting, again), 5)  # run-7
     assert sorted(rollouts.spawned["rollout-0-1"].ran + rollouts.spawned["rollout-1-1"].ran) == [1]
     rollouts.close()
 
@@ -232,12 +232,12 @@ async def test_a_group_under_which_workers_keep_dying_fails(tmp_path: Path) -> N
         rollouts.spawned[name].running.clear()
         rollouts.stage.workers[int(name.split("-")[1])].lost(name, "process 7 ended")
     await asyncio.wait_for(group, 5)
-    assert backlog.dropped == [(4, "its worker died 3 times")]  # GR-2
-    assert set(files.begun().values()) == {"44.0"}  # GR-4
+    assert backlog.dropped == [(4, "its worker died 3 times")]
+    assert set(files.begun().values()) == {"44.0"}
     rollouts.close()
 
 
-async def test_a_group_that_was_reported_before_its_worker_died_leaves_no_session(tmp_path: Path) -> None:  # GR-4
+async def test_a_group_that_was_reported_before_its_worker_died_leaves_no_session(tmp_path: Path) -> None:
     files = SessionFiles(tmp_path)
     files.begin("0.0")
     rollouts = Rollouts(Backlog(is_running=False), sessions=tmp_path)
@@ -265,7 +265,7 @@ async def test_a_group_that_is_cancelled_while_its_worker_is_being_replaced_ends
     group.cancel()
     await asyncio.sleep(CANCEL_SECONDS + 1)
     assert backlog.dropped == [(4, CANCELLED)]
-    assert list(files.begun().values()) == ["5.0"]  # GR-4
+    assert list(files.begun().values()) == ["5.0"]
     group = asyncio.ensure_future(rollouts.stage.group(Ticket(index=5, min_version=0), PROMPT))
     await turns()
     group.cancel()

@@ -78,7 +78,7 @@ def test_of_adapters_only_what_is_saved_may_change(tiny_model_folder: Path) -> N
     )
 
 
-def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:  # RS-1
+def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:  # run-9
     script = (
         "import sys; from pathlib import Path; from goaly.run.resume import lock\n"
         "held = lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
@@ -95,7 +95,7 @@ def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> No
     os.close(lock(tmp_path))
 
 
-def test_a_run_resumes_itself_so_often_without_a_new_version(  # LC-1
+def test_a_run_resumes_itself_so_often_without_a_new_version(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RESTARTS, "0@-1")

@@ -1,4 +1,4 @@
-"""A resumed run asks the prompts that the run would have asked, each of them once (DP-1)."""
+"""A resumed run asks the prompts that the run would have asked, each of them once (run-10)."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_the_prompts_go_on_where_the_log_ends(draws: list[bool], killed_at: int,
             done += 1
 
 
-def test_draws_that_died_with_the_hub_are_made_again_and_weights_that_were_set_stay_set() -> None:  # DP-1
+def test_draws_that_died_with_the_hub_are_made_again_and_weights_that_were_set_stay_set() -> None:  # run-10
     prompts, other = (RunPrompts(prompt_mixture(SETTINGS)) for _ in range(2))
     records: list[Drawn] = []
     prompts.begin(Recovered(), records.append)

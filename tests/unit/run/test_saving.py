@@ -1,4 +1,4 @@
-"""A trained policy is on disk before anything else can fail (SV-1, SV-2, RN-3), on a trainer of fakes."""
+"""A trained policy is on disk before anything else can fail (run-1), on a trainer of fakes."""
 
 import asyncio
 import json
@@ -158,7 +158,7 @@ async def test_a_policy_that_cannot_be_written_fails_the_step_that_made_it() -> 
         await trained(ranks, 3)
 
 
-async def test_a_step_waits_for_the_save_of_the_version_before_it() -> None:  # SV-3
+async def test_a_step_waits_for_the_save_of_the_version_before_it() -> None:
     ranks = Ranks()
     trainer = await trained(ranks, 1)
     ranks.saved.clear()

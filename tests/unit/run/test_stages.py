@@ -146,7 +146,7 @@ async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead
         backlog.record(Published(version=batch.id + 1, digest=f"d{batch.id + 1}"))
         if batch.id != 4:  # whose step goes on meanwhile
             await backlog.trained(batch, batch.id + 1)
-    assert seen == [3, 4, 5, 6]  # BS-1
+    assert seen == [3, 4, 5, 6]  # run-6
     assert not hubs[0].closed
     not_on_disk = [Published(version=5, digest="d5")]  # unlike that of version 4: a batch was given out since
     assert hubs[1].opened == [(tmp_path, 4, {"lr": 1.0}, 5, not_on_disk)]

@@ -118,7 +118,7 @@ async def test_a_process_that_answers_is_asked_again_and_never_lost(
 
 async def test_a_process_that_is_silent_for_the_limit_is_lost_with_its_reason(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # PW-2, PW-4
+) -> None:
     stalls, mesh = Stalls(monkeypatch), Mesh()
     say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.process: {FATAL}thread engine failed: boom")
     watched = watching(mesh, told, log)
@@ -138,7 +138,7 @@ async def test_a_process_that_is_silent_for_the_limit_is_lost_with_its_reason(
 
 async def test_a_controller_that_was_stopped_for_an_hour_loses_nobody(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # PW-3
+) -> None:
     stalls, mesh = Stalls(monkeypatch), Mesh()
     answers: list[asyncio.Event] = []
 
@@ -160,7 +160,7 @@ async def test_a_controller_that_was_stopped_for_an_hour_loses_nobody(
 
 async def test_a_process_has_longer_to_start_but_not_for_ever(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
-) -> None:  # PW-2
+) -> None:
     stalls, watched = await starting(monkeypatch, told, log)
     ticks = round(START_SECONDS / tick_of(START_SECONDS))
     for _ in range(ticks - 1):
@@ -194,7 +194,7 @@ def test_a_child_is_found_by_its_own_log_only(log: Path, child: subprocess.Popen
 
 async def test_a_process_that_ends_before_its_first_answer_is_lost_at_once(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
-) -> None:  # PW-1
+) -> None:
     stalls, watched = await starting(monkeypatch, told, log)
     await stalls.tick(tick_of(LIMIT))
     child.kill()
@@ -215,7 +215,7 @@ async def test_a_process_that_is_killed_before_its_first_answer_is_gone(
 
 async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_the_limit_and_killed(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
-) -> None:  # PW-5
+) -> None:
     stalls, watched = await starting(monkeypatch, told, log)
     ticks = round(LIMIT / tick_of(LIMIT))
     for _ in range(2 * ticks):
@@ -223,7 +223,7 @@ async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_t
     assert not told  # it is slow
     stop(child)
     for _ in range(ticks - 1):
-        await stalls.tick(10 * LIMIT)  # PW-3: one tick of the controller
+        await stalls.tick(10 * LIMIT)  # one tick of the controller
         assert not told
     await stalls.tick(tick_of(LIMIT))
     assert [name for name, _ in told] == ["trainer"]
@@ -234,7 +234,7 @@ async def test_a_process_that_is_stopped_before_its_first_answer_is_lost_after_t
 
 async def test_a_process_that_goes_on_before_the_limit_starts_its_time_again(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
-) -> None:  # PW-5
+) -> None:
     stalls, watched = await starting(monkeypatch, told, log)
     for _ in range(3):
         stop(child)
