@@ -195,7 +195,7 @@ async def test_an_episode_that_chats_makes_a_trajectory_of_each_branch_and_is_on
     assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-5)
 
 
-async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # TQ-1
+async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # backlog-10
     log = stack.folder / "log"
     LogWriter(log).close()
     (log / "000000.log").unlink()

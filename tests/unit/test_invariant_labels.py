@@ -1,6 +1,6 @@
 """Invariant labels: each is defined in one docstring, and cited by a test that defends it.
 
-A label is the name of its room and a number, as `weights-7: A digest ...`; older ones have two letters, as `AD-2  ...`.
+A label is the name of its room and a number, as `weights-7: A digest ...`; older ones have two letters for the name.
 """
 
 import re

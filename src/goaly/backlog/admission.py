@@ -4,15 +4,17 @@ Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups 
 *position* p of a ticket is the number of tickets admitted before it that were neither rejected nor failed when it was
 admitted; in FIFO order and without later drops it would be trained by batch `p // G`.
 
+By backlog-1, min_version <= policy_version at admission: no ticket waits for weights that depend on its own training.
+
 Invariants
-    AD-1  A ticket is admitted only while p < (policy_version + S + 1) * G.
-    AD-2  Every token of a ticket is sampled by weights of at least `min_version = max(0, p // G - S)`. The generator
-          holds a request back until it has such weights, so the bound does not depend on how soon weights arrive.
-    AD-3  min_version <= policy_version at admission (by AD-1): no ticket waits for weights that depend on its training.
-    AD-4  Later events can't break the age bound. Tickets dropped later only bring p's batch forward, and with a window
-          of W (order.py) at most W - 1 later tickets overtake it, so it is trained by batch
-          k <= (p + W - 1) // G <= p // G + ceil((W - 1) / G). The age of its tokens is then at most
-          k - min_version <= S + ceil((W - 1) / G). With S = 0 it is 0: batch p // G has no other groups to choose from.
+    backlog-1: A group may start only while p < (policy_version + S + 1) * G. Hence at most (S + 1) * G groups are
+        admitted and not yet trained.
+    backlog-2: Weights of at least `min_version = max(0, p // G - S)` sample every token of a ticket. The generator
+        holds a request back until it has such weights, so the bound does not depend on when weights arrive.
+    backlog-3: The age of a trained token is at most S + ceil((W - 1) / G) with a window of W (`order.py`), and 0 with
+        S = 0. Tickets dropped later only bring p's batch forward, and at most W - 1 later tickets overtake it. Hence
+        batch k <= (p + W - 1) // G <= p // G + ceil((W - 1) / G) trains it, and the age is at most k - min_version.
+        With S = 0 batch p // G has no other groups to choose from.
 """
 
 from dataclasses import dataclass
@@ -38,12 +40,12 @@ class Admission:
     """Training steps of the run; None for an endless run."""
 
     def is_open(self, position: int, policy_version: int) -> bool:
-        """Whether a ticket at this position may be admitted now (AD-1)."""
+        """Whether a ticket at this position may be admitted now (backlog-1)."""
         last_step = policy_version + self.max_staleness + 1
         if self.steps is not None:
             last_step = min(last_step, self.steps)
         return position < last_step * self.groups_per_step
 
     def min_version(self, position: int) -> int:
-        """The oldest version that may sample a ticket admitted at this position (AD-2)."""
+        """The oldest version that may sample a ticket admitted at this position (backlog-2)."""
         return max(0, position // self.groups_per_step - self.max_staleness)

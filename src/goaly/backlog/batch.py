@@ -64,7 +64,7 @@ class Batch:
     annotated: list[Annotated] = field(default_factory=list)
     """The columns that later stages have added to it."""
     unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """The values `[T]` by sequence of each column that not all ranks have been given for yet."""
+    """The values `[T]` by sequence of each column that some ranks still lack."""
 
     @property
     def tickets(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class Batch:
         return tuple(group.ticket for group in self.groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """The facts that its groups and what was added to it do not determine, as plain values."""
+        """Its facts that neither its groups nor its added columns determine, as plain values."""
         return {
             "id": self.handle.id,
             "tickets": self.tickets,

@@ -8,13 +8,10 @@ known; when it ends, many do at once.
 
 A length is the number of a sample's trained tokens. There are `BINS_PER_OCTAVE` bins for each doubling of the length.
 
-Invariants
-    DI-1  In windowed FIFO the total variation after k steps is at most (window - 1) / (k * G); `docs/schedule.md` has
-          the proof. In strict FIFO every distance is exactly 0.
-    DI-2  Memory: since the oldest running ticket the bins of each group and a histogram for each step, and nine numbers
-          for each known step.
-    DI-3  The weights of a batch have a mean of 1, and are exactly 1 if there is nothing to correct.
-    DI-4  The distances of each step are computed once and reported once, also when many steps become known together.
+In windowed FIFO the total variation after k steps is at most (window - 1) / (k * G) (proof: `docs/schedule.md`); in
+strict FIFO every distance is exactly 0. Memory grows with the groups and steps since the oldest running ticket, and by
+nine numbers for each known step. The weights of a batch have a mean of 1, and are exactly 1 if no correction applies.
+Each step's distances are computed once and reported once, also when many steps become known together.
 """
 
 from collections import Counter, deque
@@ -58,7 +55,7 @@ def wasserstein(first: Histogram, second: Histogram) -> float:
 
 
 def inverse_propensity(launched: Histogram, trained: Histogram, bins: Bins, most: float) -> NDArray[np.float64]:
-    """A weight for each group of a batch that corrects the trained distribution towards the launched one (DI-3).
+    """A weight for each group of a batch that corrects the trained distribution towards the launched one.
 
     `launched` and `trained` count groups by bin, `trained` with the weights they were trained with; `bins` are those of
     the batch's groups. The propensity of a bin is its share of the trained groups, this batch included, over its share
@@ -143,7 +140,7 @@ class LengthDistribution:
         self._known: list[KnownStep] = []
         self._known_before = 0
         """The number of known steps before those; a saved state has only the last ones."""
-        self._told = 0
+        self._reported = 0
 
     @property
     def known(self) -> Sequence[KnownStep]:
@@ -183,22 +180,22 @@ class LengthDistribution:
         return weights.tolist()
 
     def metrics(self) -> dict[str, float]:
-        """The distances up to the newest known step, and the means of the single steps not reported before (DI-4)."""
+        """The distances up to the newest known step, and the means of the single steps not reported before."""
         if not self._known:
             return {}
-        untold, self._told = self._known[self._told :], len(self._known)  # DI-4
+        unreported, self._reported = self._known[self._reported :], len(self._known)
         found = {"distribution/known_step": float(self._known_before + len(self._known))}
         found |= {f"distribution/{name}": value for name, value in asdict(self._known[-1].so_far).items()}
         if weighted := self._known[-1].weighted:
             found |= {f"distribution/weighted_{name}": value for name, value in asdict(weighted).items()}
-        if untold:
-            steps = [asdict(step.alone) for step in untold]
+        if unreported:
+            steps = [asdict(step.alone) for step in unreported]
             found |= {f"distribution/step_{name}": fmean(step[name] for step in steps) for name in steps[0]}
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values, but for the known steps before the last one that were told."""
-        kept = max(0, min(self._told, len(self._known) - 1))
+        """The state as plain values, without the reported steps before the last known one."""
+        kept = max(0, min(self._reported, len(self._known) - 1))
         return {
             "ahead": list(self._ahead),
             "dropped": sorted(self._dropped),
@@ -214,7 +211,7 @@ class LengthDistribution:
             "last": [histogram.tolist() for histogram in self._last],
             "known_before": self._known_before + kept,
             "known": [asdict(step) for step in self._known[kept:]],
-            "told": self._told - kept,
+            "told": self._reported - kept,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,7 +228,7 @@ class LengthDistribution:
         self._trained_steps = deque(_Totals(*map(np.array, trained)) for trained in state["trained_steps"])
         launched, trained = map(np.array, state["last"])
         self._last = (launched, trained)
-        self._known_before, self._told = state["known_before"], state["told"]
+        self._known_before, self._reported = state["known_before"], state["told"]
         self._known = [_known_step(**step) for step in state["known"]]
 
     def _advance(self) -> None:

@@ -3,22 +3,20 @@
 Combines admission, ledger, order and batches, and lets callers wait: `admit` until a group may start, `next_batch`
 until the window holds the groups of a step. Every change wakes all waiters; nothing is polled.
 
+Admission bounds every buffer here (backlog-1), so `report` never waits. After `close` every waiter gets None, and
+queued groups and groups that arrive later are rejected. A run with a known number of steps admits no more groups than
+it trains. A group with a trained token older than its ticket allows is refused. With dynamic sampling a group without
+signal is rejected, and another one may start in its place; when too few groups have a signal, every waiter gets the
+error.
+
 Invariants
-    BL-1  At most (max_staleness + 1) * groups_per_step groups are admitted and not yet trained. This bounds every
-          buffer here, so `report` never waits.
-    BL-2  Batch k is formed from finished groups, in the order of `order.py`, and is trained by policy version k.
-    BL-3  After `close` every waiter gets None. Queued groups and groups that arrive later are rejected, so LE-1 holds
-          to the end.
-    BL-4  Only `admit` and `next_batch` suspend, and none of them suspends between the end of its wait and its entry in
-          the ledger: a cancelled call has taken nothing.
-    BL-5  A run of known length admits no more groups than it trains.
-    BL-6  A group with a trained token older than its ticket allows is refused.
-    BL-7  With dynamic sampling a group without signal is rejected, and another one may start in its place. When too few
-          groups have a signal (OU-1), every waiter gets the error.
-    BL-8  Replaying the recorded events of a queue in another one gives it the same state, up to waiting times.
-    BL-9  After `restart` every ticket without an end is admitted again, once, and every batch that nobody has is given
-          out again, in order, before a new one.
-    BL-10  A new queue that loads the saved state of another one is in its state, up to waiting times.
+    backlog-6: Batch k is formed from finished groups, in the order of `order.py`, and trained by policy version k.
+    backlog-7: Only `admit` and `next_batch` suspend, and neither suspends between the end of its wait and its entry in
+        the ledger: a cancelled call has taken nothing.
+    backlog-8: A new queue that replays the recorded events of another one, or loads its saved state, has the same state
+        up to waiting times.
+    backlog-9: `restart` admits every ticket without an end once more, and gives every batch that the training loop does
+        not have out again, in order, before a new one.
 """
 
 import asyncio
@@ -65,7 +63,7 @@ class GroupQueue:
         minibatches: int = 1,
         record: Callable[[Event], None] = lambda event: None,
     ):
-        """`record` gets each event before anyone is told of it."""
+        """`record` gets each event before any caller does."""
         self._record = record
         self._settings = settings
         self._advantage_settings = advantage_settings
@@ -102,7 +100,7 @@ class GroupQueue:
         await self._until(lambda: bool(self._admit_again) or self._may_admit())
         if self._closed:
             return None
-        return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # BL-9
+        return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one.
@@ -111,14 +109,14 @@ class GroupQueue:
         no signal), or if a dropped ticket had ended before.
         """
         state = self._ledger.state(end.ticket)
-        if state is not State.RUNNING:  # such as a group that ran once more, because its worker died as it reported
+        if state is not State.RUNNING:  # for example a group that ran again because its worker died as it reported
             how = f"{end.state}: {end.why}" if isinstance(end, Dropped) else "a group"
             logger.info("ticket %d is already %s; not %s", end.ticket, state, how)
             return False
         if isinstance(end, Group):
-            check_group(end, self._settings, self._min_versions[end.ticket])  # BL-6
+            check_group(end, self._settings, self._min_versions[end.ticket])
             if self._closed:
-                self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)  # BL-3
+                self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)
                 return False
         self._end(end if self._closed else self._recorded(end))
         return isinstance(end, Dropped) or end.ticket in self._groups
@@ -156,17 +154,17 @@ class GroupQueue:
 
     def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
         """Add a column that a later stage computed, such as `values`, to the rows of one rank."""
-        self.rows(batch_id, dp_rank)  # there are such rows
+        self.rows(batch_id, dp_rank)  # raises for an unknown batch or rank
         annotated = annotation(self._batches[batch_id], dp_rank, key, column_RL)
         self._annotate(annotated if batch_id < self._policy_version else self._recorded(annotated))
 
     def trained(self, batch_id: int, policy_version: int) -> None:
         """Record that a training step consumed the batch and produced this version."""
         batch = self._batch(batch_id)
-        if batch_id < self._policy_version and policy_version == batch_id + 1:  # trained again: BL-9
+        if batch_id < self._policy_version and policy_version == batch_id + 1:  # trained again: backlog-9
             del self._batches[batch_id]
             return
-        if batch_id != self._policy_version or policy_version != batch_id + 1:  # BL-2
+        if batch_id != self._policy_version or policy_version != batch_id + 1:  # backlog-6
             raise ValueError(
                 f"batch {batch_id} made policy_version={policy_version}; at version {self._policy_version} "
                 f"batch {self._policy_version} is next and makes version {self._policy_version + 1}"
@@ -175,7 +173,7 @@ class GroupQueue:
 
     def replay(self, event: Event, *, keep: int | None = None) -> None:
         """Make the transition of a recorded event, by the code that made it. Batches from `keep` on are not forgotten
-        when they are trained. A ValueError if this queue would have made another event (BL-8)."""
+        when they are trained. A ValueError if this queue would have made another event (backlog-8)."""
         match event:
             case Ticket():
                 made: Event = self._admit()
@@ -191,8 +189,8 @@ class GroupQueue:
             raise ValueError(f"the log has {event}, but its earlier events lead to {made}")
 
     def restart(self, policy_version: int, given: int | None = None) -> None:
-        """Go on after a replay that kept the batches from this version on: the trainer is at this version. The training
-        loop has those before `given` (BL-9)."""
+        """Continue after a replay that kept the batches from this version on, which is the trainer's. The training loop
+        has the batches before `given` (backlog-9)."""
         while self._policy_version < policy_version:  # a step was done, but the run ended before it was recorded
             if self._policy_version not in self._batches:
                 raise ValueError(
@@ -207,14 +205,13 @@ class GroupQueue:
         self._give_again.extend(batch for batch in sorted(self._batches) if given is None or batch >= given)
 
     def forget_signals(self) -> None:
-        """Forget how many groups had no signal: the user has resumed the run, also one that ended for it."""
+        """Forget how many groups had no signal; a run that ended for it may go on once the user resumes it."""
         self._signal_error = None
         self._statistics.forget()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """All that a new queue needs to go on from here, but for waiting times (BL-10): plain values, `groups` and
-        `annotated`. None while batches are trained again, and after `close`, which ends tickets that a resumed run has.
-        """
+        """The state that a new queue loads (backlog-8): plain values, `groups` and `annotated`. None while batches are
+        trained again, and after `close`, which ends tickets that a resumed run continues."""
         if self._closed or min(self._batches, default=self._policy_version) < self._policy_version:
             return None
         batches = self._batches.values()
@@ -229,7 +226,7 @@ class GroupQueue:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; this queue must be new."""
+        """Continue from a saved state; this queue must be new."""
         self._policy_version, self._next_batch = state["policy_version"], state["next_batch"]
         self._min_versions = dict(state["running"])
         for name, part in self._parts().items():
@@ -239,7 +236,7 @@ class GroupQueue:
             passes = {source: Passes(**counts) for source, counts in saved["passes"].items()}
             self._build(saved["id"], [groups.pop(ticket) for ticket in saved["tickets"]], saved["weights"], passes)
             metrics = self._batches[saved["id"]].handle.metrics
-            metrics.update({**saved["metrics"], **metrics})  # those of its rows are this queue's, which may differ
+            metrics.update({**saved["metrics"], **metrics})  # metrics of its rows are this queue's, which may differ
         self._groups = groups
         self._waits.begin(groups)
         for annotated in state["annotated"]:
@@ -300,7 +297,7 @@ class GroupQueue:
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not self._closed:
             if self._signal_error is not None:
-                raise self._signal_error  # BL-7
+                raise self._signal_error
             if holds():
                 return
             await self._changed.wait()
@@ -331,7 +328,7 @@ class GroupQueue:
             self._drop(end)
         elif not self._statistics.count(end) and self._settings.dynamic_sampling:
             self._signal_error = self._signal_error or self._statistics.signal_error()
-            self._drop(Dropped.rejected(end.ticket, NO_SIGNAL))  # BL-7
+            self._drop(Dropped.rejected(end.ticket, NO_SIGNAL))
         else:
             self._ledger.move(end.ticket, State.QUEUED)
             self._order.finish(end.ticket)

@@ -2,9 +2,8 @@
 
 Groups that dynamic sampling rejects count too: the trained groups alone would say little about the policy.
 
-Invariants
-    OU-1  Dynamic sampling ends the run if the share of groups without signal, among the last `RECENT_STEPS` steps'
-          worth of finished groups, is above the limit.
+Dynamic sampling ends the run if more than `max_no_signal_share` of the groups finished in the last `RECENT_STEPS`
+steps' worth have no signal.
 """
 
 from collections import Counter, deque
@@ -61,7 +60,7 @@ class GroupStatistics:
         return sum(self._recent) / max(1, len(self._recent))
 
     def signal_error(self) -> RunFailed | None:
-        """The error that ends the run if too many recent groups had no signal (OU-1); None if not."""
+        """The error that ends the run if too many recent groups had no signal; None if not."""
         if len(self._recent) < (self._recent.maxlen or 0) or self.no_signal_share <= self._limit:
             return None
         return RunFailed(
@@ -81,7 +80,7 @@ class GroupStatistics:
         return {name: float(taken[name]) for name in sorted({*ALWAYS, *taken})}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """The state as plain values."""
         return {
             "recent": list(self._recent),
             "passes": {source: asdict(passes) for source, passes in self._passes.items()},

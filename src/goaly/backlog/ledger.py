@@ -3,9 +3,9 @@
     running ──▶ queued ──▶ trained
        └───────────┴─────▶ rejected(why) | failed(why)
 
-Invariants
-    LE-1  admitted == running + queued + trained + rejected + failed, after every transition.
-    LE-2  A ticket ends exactly once; later ends are refused.
+Invariant
+    backlog-5: A ticket ends exactly once, and admitted == running + queued + trained + rejected + failed after every
+        transition.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 CANCELLED = "cancelled"
-"""Why a group failed that its script, or the end of the run, cancelled."""
+"""The reason of a group that its script or the end of the run cancelled."""
 
 
 class State(StrEnum):
@@ -47,7 +47,7 @@ class Dropped:
     """REJECTED or FAILED."""
     why: str
     counts: Mapping[str, int] = field(default_factory=dict)
-    """As those of a group."""
+    """Counts of its episodes, as in `Group.counts`."""
 
     @classmethod
     def rejected(cls, ticket: int, why: str, counts: Mapping[str, int] | None = None) -> "Dropped":
@@ -105,7 +105,7 @@ class Ledger:
         """Move a ticket to its next state; a rejection or failure, and only these, needs a reason."""
         before = self.state(index)
         if to not in _NEXT.get(before, ()):
-            raise ValueError(f"ticket {index} is {before}, and can't become {to}")  # LE-2
+            raise ValueError(f"ticket {index} is {before}, and can't become {to}")  # backlog-5
         if (why is not None) != (to in (State.REJECTED, State.FAILED)):
             raise ValueError(f"ticket {index}: a reason belongs to a rejection or a failure only, got {why!r} for {to}")
         self._states[index] = _CODES[to]
@@ -124,7 +124,7 @@ class Ledger:
         return {"admitted": self.admitted, **{str(state): self._counts[state] for state in State}}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """The state as plain values."""
         return {"states": self._states.decode(), "reasons": dict(self.reasons)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,5 +134,5 @@ class Ledger:
         self.reasons = Counter(state["reasons"])
 
     def _check(self) -> None:
-        assert self.admitted == sum(self._counts.values()), self.counts()  # LE-1
+        assert self.admitted == sum(self._counts.values()), self.counts()  # backlog-5
         assert min(self._counts.values()) >= 0, self.counts()

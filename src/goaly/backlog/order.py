@@ -4,17 +4,14 @@ Short groups finish first. Training groups as they finish would train long ones 
 older weights. By default the order of arrival therefore counts only inside a window: at most `window - 1` tickets pass
 the oldest running one. `docs/schedule.md` has the proofs.
 
-Invariants of both orders
-    WO-2  A ticket is delivered at most once, and never after it was dropped.
-    WO-4  `take` gives all the groups asked for or none, so its result only depends on the groups finished by then.
+A ticket is delivered at most once, and never after it was dropped. `take` returns all the groups asked for or none, so
+its result depends only on the groups finished by then. Completion order delivers tickets in the order in which they
+finish.
 
-Invariants of windowed FIFO
-    WO-1  A finished ticket i is deliverable iff i < head + window, where head is the oldest ticket neither delivered
-          nor dropped. The oldest deliverable ticket goes first.
-    WO-3  At most window - 1 tickets admitted after i are delivered before i, so no ticket starves.
-
-Invariant of completion order
-    WO-5  Finished tickets are delivered in the order in which they finished.
+Invariant
+    backlog-4: In windowed FIFO a finished ticket i is deliverable if and only if i < head + window, where head is the
+        oldest ticket neither delivered nor dropped, and the oldest deliverable ticket goes first. Hence at most
+        window - 1 tickets admitted after i are delivered before i, and no ticket starves.
 """
 
 from goaly.backlog.settings import BacklogSettings
@@ -38,27 +35,27 @@ class Order:
         return cls(settings.window if settings.order == "windowed" else None)
 
     def admit(self, index: int) -> None:
-        """Ticket `index` is under way. Indices only go up."""
+        """Add a running ticket. Indices only go up."""
         assert not self._open or index > next(reversed(self._open)), f"ticket {index} admitted out of order"
         self._open[index] = False
 
     def finish(self, index: int) -> None:
-        """Its group is complete."""
+        """Mark the group of this ticket as complete."""
         assert self._open[index] is False, f"ticket {index} finished twice"
         if self._window is None:
-            del self._open[index]  # WO-5
+            del self._open[index]
         self._open[index] = True
 
     def drop(self, index: int) -> None:
-        """It will never be delivered."""
-        del self._open[index]  # WO-2
+        """Remove a ticket that will not be delivered."""
+        del self._open[index]
 
     def ready(self, count: int) -> bool:
-        """Whether `take(count)` would give them."""
+        """Whether `take(count)` would return tickets."""
         return self._choose(count) is not None
 
     def take(self, count: int) -> list[int] | None:
-        """The next `count` tickets in delivery order; None if there are fewer (WO-4)."""
+        """The next `count` tickets in delivery order; None if there are fewer."""
         chosen = self._choose(count)
         for index in chosen or ():
             del self._open[index]
@@ -75,7 +72,7 @@ class Order:
         return sum(self._open.values())
 
     def state_dict(self) -> list[tuple[int, bool]]:
-        """All of it, as plain values."""
+        """The state as plain values."""
         return list(self._open.items())
 
     def load_state_dict(self, state: list[tuple[int, bool]]) -> None:
@@ -91,7 +88,7 @@ class Order:
         while len(chosen) < count:
             if not remaining:
                 return None
-            limit = remaining[0][0] + self._window  # WO-1
+            limit = remaining[0][0] + self._window  # backlog-4
             place = next((at for at, (index, done) in enumerate(remaining) if done and index < limit), None)
             if place is None:
                 return None

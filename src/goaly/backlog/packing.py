@@ -1,10 +1,8 @@
 """Assigns sequences to the rows of data-parallel ranks. Pure and deterministic; `pack_rows` builds the rows' tensors.
 
-Invariants
-    PK-1  Every sequence is in exactly one row, and is not split.
-    PK-2  Every rank gets the same number of rows, so that all ranks take part in every collective.
-    PK-3  The same sequences in the same order give the same rows, bit for bit.
-    PK-4  If a batch has several minibatches, each group is in one of them, and none is empty.
+Every sequence is in exactly one row, and is not split. Every rank gets the same number of rows, so that all ranks take
+part in every collective. The same sequences in the same order give the same rows, bit for bit. If a batch has several
+minibatches, each group is in one of them, and none is empty.
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ def divide(weights: Sequence[int], minibatches: int) -> tuple[tuple[int, ...], .
     """
     assert minibatches <= len(weights), "settings with more minibatches than groups are refused"
     heaviest_first = sorted(range(len(weights)), key=lambda place: (-weights[place], place))
-    return tuple(sorted(tuple(sorted(share)) for share in _deal(heaviest_first, weights, minibatches)))  # PK-4
+    return tuple(sorted(tuple(sorted(share)) for share in _deal(heaviest_first, weights, minibatches)))
 
 
 def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[Row, ...], ...]:
@@ -32,7 +30,7 @@ def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[R
     for place, length in enumerate(lengths):
         if length > row_length:
             raise SchemaError(f"sequence {place} has {length} tokens, more than backlog.row_length={row_length}")
-    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))  # PK-3
+    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
     joint = _first_fit(order, lengths, row_length)
     rows_per_rank = max(1, -(-len(joint) // ranks))
     dealt = [_first_fit(share, lengths, row_length) for share in _deal(order, lengths, ranks)]
@@ -41,7 +39,7 @@ def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[R
         heaviest_first = sorted(range(len(joint)), key=lambda at: (-weights[at], at))
         shares = _deal(heaviest_first, weights, ranks, most=rows_per_rank)
         dealt = [[joint[at] for at in share] for share in shares]
-    return tuple(tuple(rows + [()] * (rows_per_rank - len(rows))) for rows in dealt)  # PK-2
+    return tuple(tuple(rows + [()] * (rows_per_rank - len(rows))) for rows in dealt)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], row_length: int) -> list[Row]:

@@ -4,11 +4,12 @@ Workers report groups, the controller asks for tickets and batch handles, and ea
 lives in the hub process. All endpoints are concurrent, so one that waits delays no other. The queue is the only writer
 of the run's log.
 
-Invariants
-    TQ-1  A batch is given out when the records of its groups and its tickets are on disk.
-    TQ-2  After every so many policy versions the log gets a snapshot, so that a resumed run need not read what is
-          before.
-    TQ-3  A column is on disk before `annotate` returns: what the queue that replaces this one lacks, nobody has used.
+The log gets a snapshot every `snapshot_every` policy versions, so that a resumed run need not read the records before
+it.
+
+Invariant
+    backlog-10: The records of a batch's groups and tickets are on disk before `next_batch` returns it, and a column
+        before `annotate` returns: nobody has used data that the queue lacks after a restart.
 """
 
 import asyncio
@@ -64,10 +65,10 @@ def _immediate(method: Callable[Concatenate[GroupQueue, P], R]) -> EndpointPrope
 
 
 class _Replay:
-    """The batches of a run once more, for one reader: from its log, then those whose step was not recorded yet."""
+    """The batches of a run again, for one reader: first those in its log, then those whose step is not in it yet."""
 
     def __init__(self, log: Path, queue: GroupQueue, first: int, untrained: Mapping[int, Batch]):
-        """`queue` is a new one, and `untrained` are the batches in that of the run."""
+        """`queue` is new; `untrained` holds the batches that are still in the run's queue."""
         self._queue = queue
         self._logged = trained_batches(log, queue, first=first)
         self._untrained = untrained
@@ -76,7 +77,7 @@ class _Replay:
         """The batch that `next` returned last; None while another one is being made."""
 
     async def next(self) -> tuple[BatchHandle, str | None] | None:
-        """The next batch, and the digest of the version that it made, as far as it is recorded."""
+        """The next batch, and the recorded digest of the version that it made, if any."""
         self.current = None
         found = await asyncio.to_thread(next, self._logged, None)
         if found is None and self._next in self._untrained:
@@ -132,9 +133,9 @@ class TrajectoryQueue(Actor):
         given: int | None = None,
         published: Sequence[Published] = (),
     ) -> Recovered:
-        """Record events in this log from now on. If it has records, the queue first goes on from where they end, with a
-        trainer of this version and these settings, a training loop that has the batches before `given`, and these
-        published versions, whose records may be missing."""
+        """Record events in this log from now on. Its records, if it has any, first restore the queue, for a trainer of
+        this version and these settings and a training loop that has the batches before `given`. The log may lack
+        records of the `published` versions."""
         began = [Resumed(policy_version=policy_version, trainer=trainer), *published]
         return await asyncio.to_thread(self._open, log, began, policy_version, given)
 
@@ -150,17 +151,17 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def replayed(self, reader: str, log: Path, first: int) -> tuple[BatchHandle, str | None] | None:
-        """The next batch, from this one on, that a log has as trained, and the recorded digest of the version that it
-        made; None at the log's end. Its rows are available, annotated as they were, until this reader asks again."""
+        """The next batch from `first` on that the log has as trained, and the recorded digest of the version that it
+        made; None at the log's end. Its rows, with their added columns, are available until this reader's next call."""
         if reader not in self._replays:
-            untrained = self.queue.open_batches(first)  # before the log, which has those that are trained meanwhile
+            untrained = self.queue.open_batches(first)  # before the log is read: it has the batches trained meanwhile
             await self._durable()
             self._replays[reader] = _Replay(log, self._new_queue(), first, untrained)
         return await self._replays[reader].next()
 
     @concurrent_endpoint
     async def end_replay(self, reader: str) -> None:
-        """Forget what was replayed for this reader."""
+        """Free the replay of this reader."""
         self._replays.pop(reader, None)
 
     @concurrent_endpoint
@@ -173,7 +174,7 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def next_batch(self) -> BatchHandle | None:
-        """The batch of the next step, once its records are on disk (TQ-1); None after `close`."""
+        """The batch of the next step, once its records are on disk (backlog-10); None after `close`."""
         batch = await self.queue.next_batch()
         if self._log is not None:
             asked = time.monotonic()
@@ -191,7 +192,7 @@ class TrajectoryQueue(Actor):
         if self._log is not None and policy_version % self._snapshot_every == 0:
             snapshot = self._state.snapshot()
             if snapshot is not None:
-                self._log.append(snapshot)  # TQ-2
+                self._log.append(snapshot)
 
     @concurrent_endpoint
     async def wait(self) -> Wait:
@@ -203,12 +204,12 @@ class TrajectoryQueue(Actor):
 
     @concurrent_endpoint
     async def record(self, record: Drawn | Published) -> None:
-        """Write this record of the controller's into the log."""
+        """Write a record of the controller into the log."""
         self._record(record)
 
     @concurrent_endpoint
     async def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
-        """Add a column that a later stage computed to the rows of one rank; returns once it is on disk (TQ-3)."""
+        """Add a column that a later stage computed to the rows of one rank; returns once it is on disk (backlog-10)."""
         self.queue.annotate(batch_id, dp_rank, key, column_RL)
         await self._durable()
 

@@ -1,4 +1,4 @@
-"""How many groups make a training step, and how far generation may run ahead of training."""
+"""Settings of the backlog: groups of a training step, staleness, order and packing."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

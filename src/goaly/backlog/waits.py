@@ -23,7 +23,7 @@ class Wait:
     failed: int
     """Groups that failed so far."""
     disk_seconds: float = 0.0
-    """How long it has waited for the disk."""
+    """Seconds that it has waited for the disk."""
     disk_file: Path | None = None
     """The file of the run's log that the disk has not written; None if it does not wait for the disk."""
 

@@ -116,7 +116,7 @@ class BacklogStage:
                     await self._on_end()
                 raise RunFailed("the trajectory queue closed before the run's last step")
             self._given = batch.id + 1
-            del self._published[:recorded]  # TQ-1
+            del self._published[:recorded]  # backlog-10
             yield batch
         self.is_giving_batches = False
         if self._on_end is not None:

@@ -74,7 +74,7 @@ async def test_a_run_of_one_step_admits_again_only_what_was_dropped():
     for _ in range(2):
         await queue.admit()
     third = asyncio.create_task(queue.admit())
-    assert await waiting(third)  # BL-5
+    assert await waiting(third)
     queue.report(Dropped.rejected(1, "too long"))
     assert (await third).index == 2
 
@@ -205,7 +205,7 @@ async def test_with_a_critic_advantages_and_returns_come_with_the_last_ranks_val
         assert sorted(of_samples[:, -1].tolist()) == of_last_token
 
 
-async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():  # BL-3
+async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     queue = backlog()
     await complete(queue)
     await queue.admit()
@@ -220,7 +220,7 @@ async def test_close_gives_every_waiter_none_and_accounts_for_what_was_queued():
     assert queue.settle()["rejected"] == 2
 
 
-async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():  # BL-3
+async def test_a_group_that_comes_after_close_is_accounted_and_not_trained():
     queue = backlog()
     for _ in range(2):
         await queue.admit()
@@ -249,7 +249,7 @@ async def test_a_failure_reported_after_the_group_is_complete_changes_nothing():
     assert queue.counts()["queued"] == 1
 
 
-async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():  # BL-4
+async def test_a_cancelled_waiter_takes_neither_ticket_nor_groups():  # backlog-7
     queue = backlog()
     first = asyncio.create_task(queue.next_batch())
     assert await waiting(first)
@@ -282,7 +282,7 @@ async def test_a_group_that_cannot_be_trained_is_refused_and_stays_running(broke
     assert queue.counts()["running"] == 1
 
 
-async def test_batches_are_trained_in_their_order_by_their_version():  # BL-2
+async def test_batches_are_trained_in_their_order_by_their_version():  # backlog-6
     queue = backlog(BacklogSettings(groups_per_step=1, group_size=2, max_staleness=2, row_length=16))
     for _ in range(2):
         await complete(queue)
@@ -307,7 +307,7 @@ async def test_a_group_of_weights_older_than_its_ticket_allows_is_refused():
     await train_one(queue)
     ticket = await queue.admit()
     with pytest.raises(SchemaError, match="a token of policy version 0, ticket 2 allows 1 and newer"):
-        queue.report(group(ticket.index, version=0))  # BL-6
+        queue.report(group(ticket.index, version=0))
 
 
 async def test_the_first_group_of_a_ticket_counts_and_another_one_changes_nothing():
@@ -332,7 +332,7 @@ async def test_dynamic_sampling_rejects_a_group_without_signal_and_lets_another_
         await queue.admit()
     third = asyncio.create_task(queue.admit())
     assert await waiting(third)
-    assert queue.report(group(0, rewards=(1.0, 1.0))) is False  # BL-7
+    assert queue.report(group(0, rewards=(1.0, 1.0))) is False
     assert queue.report(group(1)) is True
     assert (await third).min_version == 0
     assert queue.reasons() == {"rejected: no_signal": 1}
@@ -378,7 +378,7 @@ async def test_dynamic_sampling_ends_with_an_error_when_no_group_has_a_signal():
         assert not queue.report(group(index, rewards=(0.0, 0.0)))
     said = "32 of the last 32 groups had no signal .*, more than backlog.max_no_signal_share=0.5"
     with pytest.raises(RunFailed, match=said):
-        await batch  # OU-1
+        await batch
     with pytest.raises(RunFailed, match=said):
         await queue.admit()
     assert queue.settle()["rejected"] == 32

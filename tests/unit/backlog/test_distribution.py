@@ -67,10 +67,10 @@ def test_strict_fifo_trains_exactly_what_was_launched():
     config = BacklogSettings(groups_per_step=2, window=1)
     metrics, _ = followed(config, [LONG, SHORT, SHORT, LONG, SHORT, SHORT], [5, 4, 3, 2, 1, 0])
     assert metrics[-1]["distribution/known_step"] == 3
-    assert {value for key, value in metrics[-1].items() if key != "distribution/known_step"} == {0.0}  # DI-1
+    assert {value for key, value in metrics[-1].items() if key != "distribution/known_step"} == {0.0}
 
 
-def test_steps_that_become_known_together_are_all_told_and_none_twice():  # DI-2
+def test_steps_that_become_known_together_are_all_told_and_none_twice():
     config = BacklogSettings(groups_per_step=2, order="completion")
     lengths = [LONG, *[SHORT] * 5, LONG, SHORT]
     metrics, known = followed(config, lengths, [1, 2, 3, 4, 0, 5, 7, 6])
@@ -78,7 +78,7 @@ def test_steps_that_become_known_together_are_all_told_and_none_twice():  # DI-2
     assert metrics[2]["distribution/known_step"] == 3
     assert metrics[2]["distribution/tv"] == 0
     # strict FIFO's batches are long and short, twice two short; trained were twice two short, then short and long
-    assert metrics[2]["distribution/step_tv"] == pytest.approx((0.5 + 0 + 0.5) / 3)  # DI-4
+    assert metrics[2]["distribution/step_tv"] == pytest.approx((0.5 + 0 + 0.5) / 3)
     assert metrics[3]["distribution/step_tv"] == 0
     assert [(step.so_far.tv, step.alone.tv) for step in known] == [(0.5, 0.5), (0.25, 0), (0, 0.5), (0, 0)]
 
@@ -120,7 +120,7 @@ def test_in_windowed_order_the_total_variation_is_at_most_the_window_over_what_w
     config, lengths, finishing, dropped = schedule
     _, known = followed(config, lengths, finishing, dropped)
     for step, found in enumerate(known, 1):
-        assert found.so_far.tv <= (config.window - 1) / (step * config.groups_per_step) + 1e-12  # DI-1
+        assert found.so_far.tv <= (config.window - 1) / (step * config.groups_per_step) + 1e-12
 
 
 def test_the_bound_on_the_total_variation_is_reached():
@@ -146,7 +146,7 @@ def test_weights_are_one_where_nothing_is_known_or_nothing_is_amiss():
     nothing, even = np.zeros(2), np.array([4.0, 4.0])
     assert inverse_propensity(nothing, even, np.array([0, 1, 1]), 4.0).tolist() == [1.0, 1.0, 1.0]
     assert inverse_propensity(even, even, np.array([0, 1]), 4.0).tolist() == [1.0, 1.0]
-    assert inverse_propensity(np.array([8.0, 0.0]), even, np.array([1, 1]), 4.0).tolist() == [1.0, 1.0]  # DI-3
+    assert inverse_propensity(np.array([8.0, 0.0]), even, np.array([1, 1]), 4.0).tolist() == [1.0, 1.0]
 
 
 def test_a_bin_of_which_no_launched_group_is_known_is_weighed_like_one_with_nothing_amiss():
@@ -220,7 +220,7 @@ def test_without_weights_there_is_no_weighted_distance():
 )
 def test_weights_have_a_mean_of_one_and_never_turn_an_advantage(launched, trained, bins):
     weights = inverse_propensity(np.array(launched, dtype=float), np.array(trained), np.array(bins), 4.0)
-    assert weights.mean() == pytest.approx(1.0)  # DI-3
+    assert weights.mean() == pytest.approx(1.0)
     assert (weights > 0).all()
     assert weights.max() <= 16 * weights.min() * (1 + 1e-9)
 

@@ -25,7 +25,7 @@ def test_it_is_hopeless_above_the_limit_and_not_at_it():
     assert statistics_of(*at_the_limit).signal_error() is None
     above = statistics_of(*at_the_limit, NO_SIGNAL)
     assert above.no_signal_share == (HALF + 1) / RECENT_STEPS
-    assert "9 of the last 16 groups had no signal" in str(above.signal_error())  # OU-1
+    assert "9 of the last 16 groups had no signal" in str(above.signal_error())
 
 
 def test_it_is_never_hopeless_before_enough_groups_have_finished():

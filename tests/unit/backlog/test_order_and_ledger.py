@@ -24,7 +24,7 @@ def test_a_window_of_one_is_strict_fifo():
     assert order.take(4) == [0, 1, 2, 3]
 
 
-def test_a_straggler_lets_only_the_window_pass():  # WO-1
+def test_a_straggler_lets_only_the_window_pass():  # backlog-4
     order = order_of(3, 6, [1, 2, 3, 4, 5])
     assert order.take(2) == [1, 2]
     assert not order.ready(1)
@@ -32,7 +32,7 @@ def test_a_straggler_lets_only_the_window_pass():  # WO-1
     assert order.take(4) == [0, 3, 4, 5]
 
 
-def test_taking_is_all_or_nothing():  # WO-4
+def test_taking_is_all_or_nothing():
     order = order_of(3, 6, [1, 2, 3])
     assert order.take(3) is None
     assert order.take(2) == [1, 2]
@@ -62,14 +62,14 @@ def test_completion_order_gives_the_first_to_finish_and_waits_for_none_under_way
         order.finish(index)
     order.drop(1)
     assert order.take(3) is None
-    assert order.take(2) == [3, 4]  # WO-5
+    assert order.take(2) == [3, 4]
     order.drop(2)
     order.finish(0)
     assert order.take(1) == [0]
-    assert not order.ready(1)  # WO-2
+    assert not order.ready(1)
 
 
-def test_a_ticket_ends_exactly_once():  # LE-2
+def test_a_ticket_ends_exactly_once():  # backlog-5
     ledger = Ledger()
     ledger.admit()
     ledger.move(0, State.FAILED, "a reason")

@@ -35,7 +35,7 @@ def sequence(*tokens: int, **extra: torch.Tensor):
 
 
 @given(LENGTHS, st.integers(1, 4))
-def test_every_sequence_lies_whole_in_one_row_and_all_ranks_have_as_many_rows(lengths, ranks):  # PK-1
+def test_every_sequence_lies_whole_in_one_row_and_all_ranks_have_as_many_rows(lengths, ranks):
     dealt = assign(lengths, 32, ranks)
     assert len(dealt) == ranks
     assert len({len(rows) for rows in dealt}) == 1
@@ -98,7 +98,7 @@ def test_a_column_that_only_some_sequences_hold_is_refused_by_name():
 def test_every_group_is_whole_in_one_part_and_parts_differ_by_at_most_one_group(weights, parts):
     parts = min(parts, len(weights))
     divided = divide(weights, parts)
-    assert sorted(place for part in divided for place in part) == list(range(len(weights)))  # PK-4
+    assert sorted(place for part in divided for place in part) == list(range(len(weights)))
     assert len(divided) == parts
     assert all(divided)
     assert all(list(part) == sorted(part) for part in divided)
@@ -143,19 +143,19 @@ def test_the_rows_of_a_part_hold_its_groups_and_no_others_on_every_rank(lengths,
     assert {len(share) for share in shares} == {minibatches}
     found = []
     for parts in zip(*shares, strict=True):
-        assert len({part.rows.batch_size for part in parts}) == 1  # PK-2
+        assert len({part.rows.batch_size for part in parts}) == 1
         assert len({(part.batch_trained_tokens, part.batch_sequences) for part in parts}) == 1
         tokens = torch.cat([part.rows["tokens"][part.rows["trained"]] for part in parts])
         assert parts[0].batch_trained_tokens == len(tokens)
         tickets = set(tokens.tolist())
         assert parts[0].batch_sequences == 2 * len(tickets)
-        assert len(tokens) == sum(length - 1 for ticket in tickets for length in lengths[ticket])  # PK-4
+        assert len(tokens) == sum(length - 1 for ticket in tickets for length in lengths[ticket])
         found += sorted(tickets)
     assert sorted(found) == list(range(len(groups)))
     assert sum(part.batch_trained_tokens for part in shares[0]) == batch.ranks[0].batch_trained_tokens
 
 
-def test_a_batch_in_one_part_has_the_rows_that_it_always_had():  # PK-3
+def test_a_batch_in_one_part_has_the_rows_that_it_always_had():
     groups = [group(0, [4, 9]), group(1, [7, 2])]
     batch = batch_of(groups)
     assert batch.placement == assign([4, 9, 7, 2], 16, 1)

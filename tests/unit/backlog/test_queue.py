@@ -65,8 +65,8 @@ async def test_the_next_queue_of_a_training_loop_that_goes_on_gives_out_only_wha
 
     following = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=4)
     await call(following, "open", tmp_path, 1, {}, given.id + 1)
-    assert (await call(following, "next_batch")).id == lost.id  # BL-9
-    assert bool((following.queue.rows(given.id, 0).rows["values"] == 3).any())  # TQ-3
+    assert (await call(following, "next_batch")).id == lost.id  # backlog-9
+    assert bool((following.queue.rows(given.id, 0).rows["values"] == 3).any())  # backlog-10
     await call(following, "trained", given.id, 2)
     await call(following, "trained", lost.id, 3)
     assert following.queue.counts()["trained"] == 3
@@ -75,7 +75,7 @@ async def test_the_next_queue_of_a_training_loop_that_goes_on_gives_out_only_wha
 
 async def test_a_column_is_on_disk_before_its_rank_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # TQ-3
+) -> None:  # backlog-10
     queue, disk = await opened(tmp_path), threading.Event()
     ticket = await queue.queue.admit()
     assert ticket is not None
@@ -155,7 +155,7 @@ def snapshots(folder: Path) -> list[int]:
     return [one.policy_version for one in records(folder) if isinstance(one, Snapshot)]
 
 
-async def test_a_resumed_run_reads_from_the_newest_snapshot_that_its_trainer_can_use(tmp_path: Path) -> None:  # TQ-2
+async def test_a_resumed_run_reads_from_the_newest_snapshot_that_its_trainer_can_use(tmp_path: Path) -> None:
     queue = await opened(tmp_path, snapshot_every=2)
     for _ in range(5):
         await step(queue)

@@ -84,7 +84,7 @@ async def test_a_queue_that_replays_the_events_of_another_goes_on_like_it(settin
     second = Driver(queue_of(settings), list(first.running), list(first.formed))
     for event in events:
         second.queue.replay(event)
-    assert_same(first.queue, second.queue, first.formed)  # BL-8
+    assert_same(first.queue, second.queue, first.formed)  # backlog-8
     for step in after:
         await first.step(*step)
         await second.step(*step)
@@ -111,7 +111,7 @@ async def test_a_queue_that_loads_the_saved_state_of_another_goes_on_like_it(set
         await second.step(*step)
     assert first.queue.known_steps[seen:] == loaded.known_steps
     loaded._distribution._known[:0] = first.queue.known_steps[:seen]
-    assert_same(first.queue, loaded, first.formed)  # BL-10
+    assert_same(first.queue, loaded, first.formed)  # backlog-8
     assert [loaded.handle(batch) for batch in first.formed] == [first.queue.handle(batch) for batch in first.formed]
 
 
@@ -142,8 +142,8 @@ async def test_a_restarted_queue_gives_out_again_what_was_not_done_and_then_goes
     formed = [*range(version, newest), *first.formed]
     rows = [second.rows(batch, 0).rows.clone() for batch in formed]
     again = [await now(second.next_batch()) for _ in formed]
-    assert [batch.id for batch in again] == formed  # BL-9: in order, before a new one
-    assert [await now(second.admit()) for _ in first.running] == first.running_in_order()  # BL-9: each once
+    assert [batch.id for batch in again] == formed  # backlog-9: in order, before a new one
+    assert [await now(second.admit()) for _ in first.running] == first.running_in_order()  # backlog-9: each once
     for batch, before_it in zip(formed, rows, strict=True):
         assert torch.equal(second.rows(batch, 0).rows["tokens"], before_it["tokens"])
     for batch in range(version, newest):

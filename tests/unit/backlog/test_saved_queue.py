@@ -32,7 +32,7 @@ def complete(queue: GroupQueue, ticket: int, length: int, source: str = "test") 
     queue.report(grouped(ticket, samples, source=source))
 
 
-async def test_a_saved_batch_comes_back_with_its_weights_passes_and_later_columns() -> None:  # BL-10
+async def test_a_saved_batch_comes_back_with_its_weights_passes_and_later_columns() -> None:  # backlog-8
     queue = queue_of(KINDS[1])
     await admit(queue, 6)
     for ticket, length in enumerate((4, 4, 4, 32, 4, 32)):

@@ -136,7 +136,7 @@ def schedules(draw, **fixed) -> Schedule:
     return Schedule(
         config=config,
         durations=draw(st.lists(heavy_tail, min_size=1, max_size=40)),
-        fates=[fate for drawn in fates for fate in (drawn, Fate.SIGNAL)],  # enough signal for dynamic sampling (OU-1)
+        fates=[fate for drawn in fates for fate in (drawn, Fate.SIGNAL)],  # enough signal for dynamic sampling
         steps=draw(st.integers(1, 12)),
         train_seconds=draw(st.floats(0.0, 500.0)),
         known_length=draw(st.booleans()),
@@ -148,7 +148,7 @@ def schedules(draw, **fixed) -> Schedule:
 def test_the_oldest_allowed_weights_never_make_a_trained_token_older_than_the_bound(schedule):
     config = schedule.run().config
     bound = config.max_staleness + math.ceil((config.window - 1) / config.groups_per_step)
-    assert max(schedule.ages) <= config.max_age <= bound  # AD-4: even a generator that is always at min_version
+    assert max(schedule.ages) <= config.max_age <= bound  # backlog-3: even a generator that is always at min_version
     assert max(schedule.ages) == max(course.trained - course.min_version for course in schedule.trained)
 
 
@@ -158,7 +158,7 @@ def test_no_ticket_is_overtaken_by_a_window_or_more_and_none_starves(schedule):
     config = schedule.run().config
     for index, course in schedule.courses.items():
         if course.finished is not None:
-            assert schedule.overtakers(index) <= config.window - 1  # WO-3
+            assert schedule.overtakers(index) <= config.window - 1  # backlog-4
         if course.trained is not None:
             assert course.trained * config.groups_per_step <= course.position + config.window - 1
 
@@ -175,7 +175,7 @@ def test_at_zero_staleness_nothing_is_admitted_before_the_version_it_needs(sched
 @given(schedules(order="completion"))
 def test_in_completion_order_a_finished_group_waits_for_at_most_max_staleness_other_steps(schedule):
     staleness = schedule.run().config.max_staleness
-    assert all(course.trained <= course.finished + staleness for course in schedule.trained)  # WO-5 and BL-1
+    assert all(course.trained <= course.finished + staleness for course in schedule.trained)
     if staleness == 0:
         assert max(schedule.ages) == 0
 
@@ -185,8 +185,8 @@ def test_in_completion_order_a_finished_group_waits_for_at_most_max_staleness_ot
 def test_admission_never_runs_further_ahead_nor_asks_for_weights_that_do_not_exist_yet(schedule):
     config = schedule.run().config
     for course in schedule.courses.values():
-        assert course.position < (course.admitted + config.max_staleness + 1) * config.groups_per_step  # AD-1, BL-1
-        assert course.min_version <= course.admitted  # AD-3
+        assert course.position < (course.admitted + config.max_staleness + 1) * config.groups_per_step  # backlog-1
+        assert course.min_version <= course.admitted
 
 
 @settings(max_examples=40, deadline=None)
@@ -194,11 +194,11 @@ def test_admission_never_runs_further_ahead_nor_asks_for_weights_that_do_not_exi
 def test_every_ticket_is_accounted_for_and_what_is_dropped_is_replaced(schedule):
     counts, due = schedule.run().counts, schedule.steps * schedule.config.groups_per_step
     assert counts["trained"] == len(schedule.trained) == due
-    assert counts["admitted"] == due + counts["rejected"] + counts["failed"]  # LE-1
+    assert counts["admitted"] == due + counts["rejected"] + counts["failed"]  # backlog-5
     trained = {schedule.fate(index) for index, course in schedule.courses.items() if course.trained is not None}
-    assert trained <= ({Fate.SIGNAL} if schedule.config.dynamic_sampling else {Fate.SIGNAL, Fate.NO_SIGNAL})  # BL-7
+    assert trained <= ({Fate.SIGNAL} if schedule.config.dynamic_sampling else {Fate.SIGNAL, Fate.NO_SIGNAL})
     if schedule.known_length:
-        assert max(course.position for course in schedule.courses.values()) < due  # BL-5
+        assert max(course.position for course in schedule.courses.values()) < due
         assert not any(course.finished is not None and course.trained is None for course in schedule.courses.values())
 
 
@@ -214,7 +214,9 @@ def test_the_bound_is_reached_so_it_is_not_a_loose_one():
     ("position", "version", "is_open", "min_version"),
     [(0, 0, True, 0), (5, 0, True, 0), (6, 0, False, 1), (6, 1, True, 1), (8, 1, False, 2), (19, 9, True, 7)],
 )
-def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(position, version, is_open, min_version):  # AD-2
+def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(
+    position, version, is_open, min_version
+):  # backlog-2
     admission = Admission(groups_per_step=2, max_staleness=2)
     assert admission.is_open(position, version) is is_open
     assert admission.min_version(position) == min_version

@@ -24,8 +24,8 @@ def arms() -> dict[str, Arm]:
 def test_windowed_order_keeps_both_of_its_bounds_and_converges(arms: dict[str, Arm]) -> None:
     windowed = arms["windowed"]
     for step, found in enumerate(windowed.curve, 1):
-        assert found.tv <= (WINDOWED.window - 1) / (step * WINDOWED.groups_per_step) + 1e-12  # DI-1
-    assert windowed.age_max <= windowed.max_age == 12  # AD-4
+        assert found.tv <= (WINDOWED.window - 1) / (step * WINDOWED.groups_per_step) + 1e-12
+    assert windowed.age_max <= windowed.max_age == 12  # backlog-3
     assert windowed.at_end.tv < 0.01
 
 

@@ -115,7 +115,7 @@ class Recovery(RuleBasedStateMachine):
         found = recover(self.folder, self.state, version)
         self.state.follow(resumed)
         assert found == expected.restart(version)  # LG-2
-        assert_same_state(self.queue, expected.queue)  # BL-10, BL-8
+        assert_same_state(self.queue, expected.queue)  # backlog-8
         self.version = version
         self.running, self.formed = [], []
         self.prompts = found.prompts
@@ -154,7 +154,7 @@ class Recovery(RuleBasedStateMachine):
     def admit(self) -> None:
         ticket = self.now(self.queue.admit())
         if ticket is not None:
-            assert ticket not in self.running  # BL-9
+            assert ticket not in self.running  # backlog-9
             self.running.append(ticket)
             if ticket.index not in self.prompts:
                 content = (Message(role="user", content="?"),)
@@ -175,8 +175,8 @@ class Recovery(RuleBasedStateMachine):
         batch = self.now(self.queue.next_batch())
         if batch is None:
             return
-        assert batch.id == self.version + len(self.formed)  # BL-9
-        self.sync()  # TQ-1
+        assert batch.id == self.version + len(self.formed)  # backlog-9
+        self.sync()  # backlog-10
         rows = self.queue.rows(batch.id, 0).rows.exclude("reference_logprobs")
         if batch.id in self.given:
             assert_same_rows(rows, self.given[batch.id])
