@@ -283,6 +283,15 @@ async def test_equal_requests_of_clients_that_share_a_key_have_ids_of_their_own_
             await client.responses.create(model="m", input="go on", previous_response_id=f"{made[0].id}x")
 
 
+async def test_a_client_cannot_continue_the_response_of_another_token(chats: dict[str, ChatTokenizer]) -> None:  # PG-1
+    async with public(chats["chatml"], "a", "b") as url:
+        one, other = (openai.AsyncOpenAI(base_url=url, api_key=token) for token in "ab")
+        made = await one.responses.create(model="m", input="hi")
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.create(model="m", input="go on", previous_response_id=made.id)
+        await one.responses.create(model="m", input="go on", previous_response_id=made.id)
+
+
 @pytest.mark.parametrize("key", [None, "k"])
 async def test_equal_requests_in_two_episodes_have_ids_of_their_own(serve: Serve, key: str | None) -> None:  # CA-4
     made: list[Any] = []
