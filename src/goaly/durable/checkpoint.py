@@ -4,11 +4,11 @@
     checkpoints/000120/...             the files of its writers
     checkpoints/writing-000130/        is being written, or was when its writer died
 
-Invariants
-    CK-1  A folder named by its step was written whole and synced. It never changes.
-    CK-2  `newest` gives only a checkpoint whose files have the sizes and checksums of its manifest.
-    CK-3  `prune` removes only what is older than the newest `keep` sound checkpoints. It reads each of them once: those
-          whose files have the sizes and times of then are still sound.
+`newest` gives only a checkpoint whose files have the sizes and checksums of its manifest. `prune` removes only what is
+older than the newest `keep` sound checkpoints. It reads each of them once: those whose files have the sizes and times
+of then are still sound.
+
+    durable-4: A folder named by its step was written whole and synced. It never changes.
 """
 
 import json
@@ -63,7 +63,7 @@ class Checkpoints:
         return writing
 
     def commit(self, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Make the checkpoint of `begin` appear, with these facts (CK-1)."""
+        """Make the checkpoint of `begin` appear, with these facts (durable-4)."""
         writing, folder = self._folder / f"{WRITING}{step:06d}", self._folder / f"{step:06d}"
         files = {str(path.relative_to(writing)): _file_entry(path, sync=True) for path in _files(writing)}
         content = {"format": FORMAT, "step": step, "facts": facts, "files": files}
@@ -79,15 +79,15 @@ class Checkpoints:
         return Checkpoint(folder, step, facts)
 
     def newest(self, *, at_most: int | None = None) -> Checkpoint | None:
-        """The newest sound checkpoint (CK-2), or that of at most this step. Others are skipped with a warning."""
+        """The newest sound checkpoint, or that of at most this step. Others are skipped with a warning."""
         return self._first_sound(each for each in self._folders() if at_most is None or int(each.name) <= at_most)
 
     def oldest(self, *, at_least: int) -> Checkpoint | None:
-        """The oldest sound checkpoint (CK-2) of at least this step. Others are skipped with a warning."""
+        """The oldest sound checkpoint of at least this step. Others are skipped with a warning."""
         return self._first_sound(each for each in reversed(self._folders()) if int(each.name) >= at_least)
 
     def prune(self, keep: int) -> int | None:
-        """Remove the checkpoints that are older than the newest `keep` sound ones (CK-3); the step of the oldest of
+        """Remove the checkpoints that are older than the newest `keep` sound ones; the step of the oldest of
         these, or None if there are fewer."""
         sound = (folder for folder in self._folders() if self._is_unchanged(folder) or self._read(folder))
         last = next(islice(sound, keep - 1, None), None)
@@ -103,7 +103,7 @@ class Checkpoints:
         return next(filter(None, map(self._read, folders)), None)
 
     def _is_unchanged(self, folder: Path) -> bool:
-        """Whether it was sound, and its files are still those of then."""
+        """Whether the folder was sound, and its files have not changed since."""
         return self._verified.get(folder) == _stats(folder)
 
     def _read(self, folder: Path) -> Checkpoint | None:

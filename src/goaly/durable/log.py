@@ -7,11 +7,11 @@
 A frame is the length of its payload (u64), the XXH3 checksum of its place, its length and its payload (u64), and the
 payload. `log_writer.py` appends them.
 
-Invariants
-    LG-2  A reader gets exactly the appended payloads, in order, up to a point at or behind the durable mark. Damage
-          behind the mark is a torn tail: it ends the log, and the next writer cuts it off. Damage before the mark is a
-          CorruptLog that names file and offset.
-    LG-5  A log begins with its segment 0, or with the one that `begin_at` has recorded before it deleted older ones.
+A log begins with its segment 0, or with the one that `begin_at` has recorded before it deleted older ones.
+
+    durable-2: A reader gets exactly the appended payloads, in order, up to a point at or behind the durable mark.
+        Damage behind the mark is a torn tail: it ends the log, and the next writer cuts it off. Damage before the mark
+        is a CorruptLog that names file and offset.
 """
 
 import os
@@ -58,7 +58,7 @@ class Frame:
 
 
 def durable_mark(folder: Path) -> Position:
-    """How far this log is known to be on disk; CorruptLog if its mark cannot be read."""
+    """The position up to which this log is known to be on disk; CorruptLog if its mark cannot be read."""
     path = folder / "durable"
     content = path.read_bytes() if path.exists() else b""
     slots = [content[: PLACE.size], content[PLACE.size : 2 * PLACE.size]]
@@ -66,7 +66,8 @@ def durable_mark(folder: Path) -> Position:
     valid = [place for place, slot in zip(places, slots, strict=False) if slot_of(place) == slot]
     if not valid:
         raise CorruptLog(f"{path}: {'is damaged' if path.exists() else 'is missing'}")
-    return max(*valid, Position(_beginning(folder), 0))  # the mark of a host that died may be older than LG-5's
+    # the mark of a host that died may be older than the log's beginning
+    return max(*valid, Position(_beginning(folder), 0))
 
 
 def segment_starts(folder: Path) -> list[Position]:
@@ -76,7 +77,7 @@ def segment_starts(folder: Path) -> list[Position]:
 
 
 def begin_at(folder: Path, segment: int) -> None:
-    """Let the log begin with this segment, and delete those before it (LG-5)."""
+    """Let the log begin with this segment, and delete those before it."""
     if segment > _beginning(folder):
         put_file(folder / BEGINNING, slot_of(Position(segment, 0)))
     for old in segments(folder):
@@ -97,7 +98,7 @@ def _beginning(folder: Path) -> int:
 
 
 def frames(folder: Path, after: Position | None = None) -> Iterator[Frame]:
-    """The frames of a log after this position, which is the start of a segment or the end of a frame (LG-2); None is
+    """The frames of a log after this position, the start of a segment or the end of a frame (durable-2); None is
     the log's beginning."""
     mark, end = durable_mark(folder), after or Position(_beginning(folder), 0)
     previous: int | None = None

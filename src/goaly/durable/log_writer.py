@@ -3,11 +3,11 @@
 The thread encodes and writes what has come within a moment, or at once when someone waits for durability. Then it also
 syncs, and many waiters share one sync.
 
-Invariants
-    LG-1  `durable` returns only when everything appended before it is on disk.
-    LG-3  After a failed write or sync, or a record that cannot be encoded, nothing more is written, and every waiter
-          gets the error.
-    LG-4  A log has one writer at a time.
+A log has one writer at a time.
+
+    durable-1: `durable` returns only when everything appended before it is on disk.
+    durable-3: After a failed write or sync, or a record that cannot be encoded, nothing more is written, and every
+        waiter gets the error.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 SEGMENT_BYTES = 1 << 30
-"""A segment of so many bytes is followed by a new one."""
+"""A new segment begins when the last one has this many bytes."""
 LINGER_SECONDS = 0.25
-"""The log's thread waits so long for more records: it encodes many at once in less time than each by itself."""
+"""The log's thread waits this long for more records: it encodes many at once in less time than each by itself."""
 BUFFERS_PER_WRITE = 1024
 """Linux's IOV_MAX."""
 
@@ -81,7 +81,7 @@ class LogWriter:
         self._work.put(_Payload(encode, begins_segment))
 
     async def durable(self) -> None:
-        """Return once everything appended so far is on disk (LG-1); RunFailed if it could not be written."""
+        """Return once everything appended so far is on disk (durable-1); RunFailed if it could not be written."""
         if self._closed:
             raise RunFailed("the run's log is closed")
         waiter = _Waiter(asyncio.get_running_loop())
@@ -96,7 +96,7 @@ class LogWriter:
 
     @property
     def wait(self) -> tuple[float, Path] | None:
-        """How many seconds someone has waited for the disk, and the file that it writes; None if nobody waits."""
+        """The seconds that a caller has waited for the disk, and the file being written; None if nobody waits."""
         if not self._asked:
             return None
         return time.monotonic() - self._asked[0], segment_file(self._folder, self._end.segment)
@@ -135,7 +135,7 @@ class LogWriter:
 
     def _write(self, payloads: list["_Payload"]) -> None:
         if self._error is not None:
-            return  # LG-3
+            return  # durable-3
         for one in payloads:
             if one.begins_segment and self._end.offset:
                 self._begin_segment()
@@ -216,7 +216,7 @@ class _Mark:
             put_file(path, slot_of(START) * 2)
         file = os.open(path, os.O_RDWR)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # LG-4; freed by the end of the process
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the end of the process
         except OSError:
             os.close(file)
             raise RunFailed(f"{path}: another process still writes this log") from None

@@ -46,7 +46,7 @@ class RunLog:
 
     @property
     def wait(self) -> tuple[float, Path] | None:
-        """How many seconds someone has waited for the disk, and the file that it writes; None if nobody waits."""
+        """The seconds that a caller has waited for the disk, and the file being written; None if nobody waits."""
         return self._writer.wait
 
     def append(self, record: Record) -> None:

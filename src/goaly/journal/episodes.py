@@ -118,7 +118,7 @@ def read_log(run: RunFolder, wanted: Collection[int] | None = None, *, sessions:
         except (CorruptLog, FileNotFoundError):
             if segment_starts(run.log)[:1] == beginning:
                 raise
-            # the run has deleted old segments meanwhile (LG-5)
+            # the run has deleted old segments meanwhile
 
 
 class _LogReader:

@@ -37,7 +37,7 @@ def test_a_checkpoint_whose_writer_died_is_not_there_and_its_rest_goes_with_the_
     checkpoints = Checkpoints(tmp_path)
     kept = save(checkpoints, 1)
     (checkpoints.begin(2) / "half").write_bytes(b"half")
-    assert newest(tmp_path) == kept  # CK-1
+    assert newest(tmp_path) == kept  # durable-4
     save(checkpoints, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "000003"]
 
@@ -63,7 +63,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_checkpoint_before(
         patched.setattr(*target[step], fail)
         with pytest.raises(OSError, match="No space"):
             checkpoints.commit(2, {})
-    assert newest(tmp_path) == kept  # CK-1
+    assert newest(tmp_path) == kept  # durable-4
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no manifest"])
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
             manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
         case "no manifest":
             manifest.unlink()
-    assert newest(tmp_path) == kept  # CK-2
+    assert newest(tmp_path) == kept
     assert f"checkpoint {folder} is skipped" in caplog.text
     assert ("manifest.json" if "manifest" in damage else "0.distcp") in caplog.text
 
@@ -95,7 +95,7 @@ def test_pruning_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
         save(checkpoints, step)
     (tmp_path / "000004" / "queue.json").unlink()
     checkpoints.prune(2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004", "000005"]  # CK-3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004", "000005"]
 
 
 def test_pruning_reads_each_checkpoint_once_and_again_only_if_its_files_have_changed(
@@ -120,7 +120,7 @@ def test_pruning_reads_each_checkpoint_once_and_again_only_if_its_files_have_cha
     assert found == ["000002", "000001"]
     changed = tmp_path / "000002" / "queue.json"
     changed.write_text(changed.read_text()[::-1])
-    assert resumed.prune(2) == 1  # CK-3
+    assert resumed.prune(2) == 1
     assert found == ["000002", "000001", "000002"]
     assert checkpoints.prune(4) is None
 

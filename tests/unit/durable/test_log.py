@@ -56,7 +56,7 @@ async def test_a_log_gives_back_what_was_appended_also_after_it_was_opened_again
     with TemporaryDirectory() as name:
         await write(Path(name), before)
         await write(Path(name), after)
-        assert read(Path(name)) == before + after  # LG-2
+        assert read(Path(name)) == before + after  # durable-2
 
 
 @given(payloads=PAYLOADS.filter(bool), durable=st.integers(0, 11), data=st.data())
@@ -73,9 +73,9 @@ async def test_a_log_cut_behind_its_durable_mark_ends_there_and_goes_on(payloads
         os.truncate(last, data.draw(st.integers(least, last.stat().st_size)))
         kept = read(folder)
         assert kept == payloads[: len(kept)]
-        assert len(kept) >= durable  # LG-1
+        assert len(kept) >= durable  # durable-1
         await write(folder, [b"next"])
-        assert read(folder) == [*kept, b"next"]  # LG-2
+        assert read(folder) == [*kept, b"next"]  # durable-2
 
 
 @given(payloads=PAYLOADS.filter(bool), data=st.data())
@@ -91,7 +91,7 @@ async def test_a_flipped_or_missing_byte_before_the_durable_mark_is_an_error(pay
         else:
             del content[place : place + data.draw(st.integers(1, 30))]
         path.write_bytes(content)
-        with pytest.raises(CorruptLog, match=path.name):  # LG-2
+        with pytest.raises(CorruptLog, match=path.name):  # durable-2
             read(folder)
 
 
@@ -103,7 +103,7 @@ async def test_a_segment_without_its_last_frame_is_an_error_also_before_an_empty
     writer.close()
     assert [path.stat().st_size > 0 for path in log.segments(folder)] == [True, False]
     os.truncate(folder / "000000.log", (folder / "000000.log").stat().st_size - 60 - log.FRAME.size)
-    with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # LG-2
+    with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # durable-2
         read(folder)
 
 
@@ -183,13 +183,13 @@ async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more
         await writer.durable()
     monkeypatch.undo()
     writer.append(lambda: [b"three"])
-    with pytest.raises(RunFailed, match="No space left"):  # LG-3
+    with pytest.raises(RunFailed, match="No space left"):  # durable-3
         await writer.durable()
     writer.close()
     assert read(folder) == [b"one"]
 
 
-async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error(folder: Path) -> None:  # LG-3
+async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error(folder: Path) -> None:  # durable-3
     writer = LogWriter(folder)
     writer.append(lambda: [b"one"])
     writer.append(lambda: [b"two" + 2])  # type: ignore[operator]
@@ -230,7 +230,7 @@ async def write_segments(folder: Path, count: int) -> None:
     writer.close()
 
 
-async def test_a_log_whose_beginning_was_deleted_begins_there_and_goes_on(folder: Path) -> None:  # LG-5
+async def test_a_log_whose_beginning_was_deleted_begins_there_and_goes_on(folder: Path) -> None:
     await write_segments(folder, 5)
     mark = (folder / "durable").read_bytes()
     log.begin_at(folder, 2)
@@ -263,13 +263,13 @@ async def test_a_deletion_that_is_interrupted_leaves_the_log_whole(
         patched.setattr(Path, "unlink", unlink)
         with pytest.raises(KeyboardInterrupt):
             log.begin_at(folder, 3)
-    assert read(folder) == [b"3"]  # LG-5
+    assert read(folder) == [b"3"]
     log.begin_at(folder, 3)
     assert sorted(os.listdir(folder)) == ["000003.log", "beginning", "durable"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-async def test_a_damaged_or_missing_beginning_is_an_error(folder: Path, damage: str) -> None:  # LG-5
+async def test_a_damaged_or_missing_beginning_is_an_error(folder: Path, damage: str) -> None:
     await write_segments(folder, 3)
     log.begin_at(folder, 1)
     file = folder / "beginning"
@@ -284,7 +284,7 @@ async def test_a_damaged_or_missing_beginning_is_an_error(folder: Path, damage: 
         read(folder)
 
 
-def test_a_log_has_one_writer_at_a_time(folder: Path) -> None:  # LG-4
+def test_a_log_has_one_writer_at_a_time(folder: Path) -> None:
     first = LogWriter(folder)
     with pytest.raises(RunFailed, match="another process still writes this log"):
         LogWriter(folder)

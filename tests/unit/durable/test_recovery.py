@@ -114,7 +114,7 @@ class Recovery(RuleBasedStateMachine):
         self.history.append(resumed)
         found = recover(self.folder, self.state, version)
         self.state.follow(resumed)
-        assert found == expected.restart(version)  # LG-2
+        assert found == expected.restart(version)  # durable-2
         assert_same_state(self.queue, expected.queue)  # backlog-8
         self.version = version
         self.running, self.formed = [], []
@@ -227,7 +227,7 @@ class Recovery(RuleBasedStateMachine):
             if later > last:
                 log.segment_file(self.folder, later.segment).unlink()
         survived = self.deleted + sum(1 for _ in frames(self.folder))
-        assert survived >= self.durable  # LG-1
+        assert survived >= self.durable  # durable-1
         self.history = self.history[:survived]
         self.checkpoints = self.checkpoints[: max(1, len(self.checkpoints) - back)]
         self.open(self.checkpoints[-1])
@@ -243,7 +243,7 @@ class Recovery(RuleBasedStateMachine):
         flipped = bytearray(content)
         flipped[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         path.write_bytes(flipped)
-        with pytest.raises(CorruptLog, match=path.name):  # LG-2
+        with pytest.raises(CorruptLog, match=path.name):  # durable-2
             list(records(self.folder))
         path.write_bytes(content)
 
