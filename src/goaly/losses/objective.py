@@ -16,14 +16,15 @@ aggregation gives `weight` and `denominator`:
 The denominator counts the global batch and is known before the forward pass. A microbatch only adds its weighted sum;
 no mean is taken over a microbatch, a row or a rank.
 
+ratio * importance is current / sampler before clipping and capping: for each token if both are the token's own; for the
+whole sequence if importance is the product over it and the ratio is 1. With the sampler's weights, the gradient by a
+token's log-prob is -form * A * weight for every loss and correction: one ratio for a sequence carries none of another
+token's gradient.
+
 Invariants
-    AG-1  The aggregate is the same on any packing, any microbatches and any number of ranks.
-    OB-1  ratio * importance is current / sampler before clipping and capping: for each token if both are the token's
-          own; for the whole sequence if importance is the product over it and the ratio is 1.
-    OB-4  With the sampler's weights, the gradient by a token's log-prob is -form * A * weight for every loss and
-          correction: one ratio for a sequence carries none of another token's gradient.
-    OB-2  A masked token has no gradient and adds nothing to the loss, in no term and in no sequence's ratio.
-    OB-3  The objective returns sums and counts, which add up over microbatches and ranks to those of the whole batch.
+    losses-1: The objective returns sums and counts, which add up over microbatches and ranks; the aggregate is the same
+        on any packing, microbatches and number of ranks.
+    losses-2: A masked token has no gradient and adds nothing to the loss, in no term and in no sequence's ratio.
 """
 
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class PolicyObjective:
         output = self._output(tokens)
         loss_P, terms = self._with_terms(output.loss_P, tokens)
         if left_out:
-            loss_P = torch.where(tokens.kept_P, loss_P, 0.0)  # OB-2
+            loss_P = torch.where(tokens.kept_P, loss_P, 0.0)  # losses-2
         after = self._settings.denominator == "after"
         counted_P = tokens.kept_P if after else torch.ones_like(tokens.kept_P)
         weights_P = token_weights(self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length)
@@ -132,7 +133,7 @@ class PolicyObjective:
                 tokens.form_weights_P,
             )
             weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
-            loss_P = weight_P * loss_P  # OB-1
+            loss_P = weight_P * loss_P
             mean |= {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
         if settings.kl_coef > 0:
             reference_P = self._column(tokens.columns, "reference_logprobs")
@@ -179,7 +180,7 @@ class PolicyObjective:
         if not masks:
             return tokens, {}
         masks["rejected"] = torch.stack([*masks.values()]).any(0)
-        return tokens.without(masks["rejected"]), {name: mask_P.float() for name, mask_P in masks.items()}  # OB-2
+        return tokens.without(masks["rejected"]), {name: mask_P.float() for name, mask_P in masks.items()}  # losses-2
 
     def _left_out(self, tokens: Tokens) -> dict[str, torch.Tensor]:
         """The mask of each rule."""

@@ -72,7 +72,7 @@ class LossSettings(Settings):
     rejections: tuple[Rejection, ...] = ()
     """Rules that leave tokens out, each with these keys:"""
     max_age: NonNegativeInt | None = None
-    """Leave out tokens that weights of more than so many versions ago sampled; null leaves none out."""
+    """Leave out tokens older than this many policy versions; null leaves none out."""
     mask_truncated: bool = False
     """Leave out answers that a limit cut off; their rewards still count in their groups. Set it if the limit
     says nothing about the quality of an answer."""

@@ -51,12 +51,12 @@ def test_counted_after_rejection_only_what_is_kept_counts(kind, expected: float)
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 @pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum"])
-def test_any_split_of_the_sequences_adds_up_to_the_whole(kind, lengths: list[int], seed: int):  # OB-3
+def test_any_split_of_the_sequences_adds_up_to_the_whole(kind, lengths: list[int], seed: int):  # losses-1
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), generator=generator)
     whole = aggregated(kind, values, lengths)
     parts = zip(lengths, values.split(lengths), strict=True)
-    bottom = batch_denominator(kind, sum(lengths), len(lengths))  # AG-1: of the batch, never of a part
+    bottom = batch_denominator(kind, sum(lengths), len(lengths))  # losses-1: of the batch, never of a part
     apart = sum(
         float((token_weights(kind, documents([n]), torch.ones(n, dtype=torch.bool), 8) * part).sum()) / bottom
         for n, part in parts

@@ -114,7 +114,7 @@ class Language:
 
 
 @pytest.mark.parametrize(("name", "correction"), COMBINATIONS)
-def test_every_loss_has_the_policys_own_expected_gradient_among_what_a_form_allows(name: str, correction: str):  # OB-4
+def test_every_loss_has_the_policys_own_expected_gradient_among_what_a_form_allows(name: str, correction: str):
     language = Language(seed=1)
     settings = settings_of(name, correction)
     assert settings is not None
@@ -171,7 +171,7 @@ def test_a_forced_token_that_drifts_changes_nothing_for_the_free_ones(name: str,
 @pytest.mark.parametrize(("name", "correction"), COMBINATIONS)
 def test_an_answer_counts_by_its_weights_where_they_add_up_to_less_than_a_token(
     name: str, correction: str, weights: list[float]
-):  # OB-4
+):
     settings = settings_of(name, correction)
     assert settings is not None
     logprobs = torch.full((len(weights),), -0.5, requires_grad=True)

@@ -20,7 +20,7 @@ def test_a_rejected_token_adds_neither_loss_nor_gradient_nor_kl():
     settings = LossSettings(kl_coef=0.5, rejections=(ABOVE_3,))
     part, gradient = objective(settings, [1.0, 4.0], batch)
     alone, gradient_alone = objective(settings, [1.0], {key: column[:1] for key, column in batch.items()})
-    assert part.total.item() == pytest.approx(alone.total.item())  # OB-2
+    assert part.total.item() == pytest.approx(alone.total.item())  # losses-2
     close(gradient, torch.tensor([gradient_alone.item(), 0.0]))
     assert part.mean["rejected_ratio_token_current"].tolist() == part.mean["rejected"].tolist() == [0, 1]
 
@@ -70,7 +70,7 @@ def test_a_token_that_is_left_out_has_no_gradient_and_no_part_in_the_loss_of_oth
         part = PolicyObjective(settings)(logprobs, entropies, batch, 5)
         assert part.mean["rejected"].tolist() == outside.tolist()
         by_logprob, by_entropy = torch.autograd.grad(part.total, (logprobs, entropies))
-        assert by_entropy[outside].tolist() == [0, 0, 0]  # OB-2
+        assert by_entropy[outside].tolist() == [0, 0, 0]  # losses-2
         return part.total.item(), by_logprob
 
     total, gradient = found(1.0, 1.0, 1.0)

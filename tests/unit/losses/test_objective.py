@@ -63,7 +63,7 @@ def test_after_a_batchs_first_step_the_proximal_policy_is_that_of_before_it():
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("proximal", ["sampler", "trainer", "interpolated"])
 def test_unclipped_and_uncapped_the_gradient_is_the_same_whatever_the_proximal_policy(name: str, proximal):
-    # OB-1: ratio * weight is current / sampler, so the gradient is -(current / sampler) A
+    # ratio * weight is current / sampler, so the gradient is -(current / sampler) A
     options = {"clip_low": 1.0, "clip_high": 99.0} if name == "grpo" else {}
     more = {"importance_cap": None} if proximal != "sampler" else {}
     settings = LossSettings(name=name, options=options, proximal=proximal, **more)
@@ -211,7 +211,7 @@ def test_the_entropy_is_not_importance_weighted():
 
 
 def test_gspo_with_a_geometric_weight_is_the_geometric_mean_of_the_whole_way_from_the_sampler():
-    # OB-1: current / sampler 4 and 1, before / sampler 2 and 1: ratio sqrt(2) times weight sqrt(2)
+    # current / sampler 4 and 1, before / sampler 2 and 1: ratio sqrt(2) times weight sqrt(2)
     batch = columns([2], [1.0, 1.0], proximal_logprobs=[math.log(2 * SAMPLED), math.log(SAMPLED)])
     settings = LossSettings(
         name="gspo",
