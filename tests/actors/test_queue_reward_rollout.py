@@ -265,7 +265,7 @@ async def test_a_request_that_is_cancelled_by_name_frees_the_hubs_verifier(procs
     await rewards.cancel.call_one("rollout-0.8")  # has ended, or never was: nothing to cancel
     with pytest.raises(ActorError, match=r"request rollout-0\.7 was cancelled"):
         await score
-    assert await asyncio.wait_for(_answer(rewards.score.call_one(PROMPT, "123", "rollout-0.9")), 60) == 3.0  # RW-4
+    assert await asyncio.wait_for(_answer(rewards.score.call_one(PROMPT, "123", "rollout-0.9")), 60) == 3.0
     assert (await rewards.stats.call_one()).timeouts == 0
     await rewards.close.call_one()
 
@@ -360,7 +360,7 @@ async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypa
     os.kill(parent, 9)
     gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 10.0)
     os.close(watch)
-    assert gone  # RP-1
+    assert gone  # reward-2
     with pytest.raises(Exception, match=r"(?i)supervision|fail"):
         await hanging
     await asyncio.wait_for(died.wait(), 30)

@@ -10,10 +10,9 @@ function and decorate it with `@ESTIMATORS.register(name)`, or name it by its pa
 Shape suffixes: S samples of the batch, T tokens of one sample, A trained tokens of one sample, in order. In generalized
 advantage estimation only trained tokens are steps, and the value of a token is that of the state before it is written.
 
-Invariants
-    AV-1  Estimators that compare a sample with its group give advantages of exactly 0 to a group of equal rewards, and
-          those that compare it with the batch to a batch of equal rewards: rounding makes no signal. Estimators over a
-          critic's values are exempt.
+Estimators that compare a sample with its group give advantages of exactly 0 to a group of equal rewards, and those that
+compare it with the batch to a batch of equal rewards: rounding makes no signal. Estimators over a critic's values are
+exempt.
 """
 
 from collections.abc import Callable, Sequence
@@ -177,7 +176,7 @@ def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
         members = (batch.groups_S == number).nonzero().flatten().tolist()
         of_group = torch.cat([rewards[member] for member in members])
         part = torch.cat([part_S[member].expand(len(rewards[member])) for member in members])
-        flat = not len(of_group) or bool((of_group == of_group[0]).all())  # AV-1
+        flat = not len(of_group) or bool((of_group == of_group[0]).all())
         if not flat:
             mean = (part * of_group).sum() / part.sum()
             deviation = ((part * (of_group - mean).square()).sum() / part.sum()).sqrt()
@@ -247,7 +246,7 @@ def normalized(batch: Scored, values: Sequence[Tensor], epsilon: float) -> list[
     trained = [sample.tokens["trained"] for sample in batch.samples]
     of_batch = torch.cat([values_T[trained_T] for values_T, trained_T in zip(values, trained, strict=True)])
     if not len(of_batch) or bool((of_batch == of_batch[0]).all()):
-        return [torch.zeros_like(values_T) for values_T in values]  # AV-1
+        return [torch.zeros_like(values_T) for values_T in values]
     mean, deviation = of_batch.mean(), of_batch.std(correction=0)
     return [(values_T - mean) / (deviation + epsilon) for values_T in values]
 

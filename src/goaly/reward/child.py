@@ -3,8 +3,8 @@
 Scores pairs of prompt and response from its standard input, one after the other, until the input ends. Standard output
 carries the replies, so output of the verifier goes to standard error. It imports nothing heavy itself.
 
-Invariants
-    RP-1  The process dies with its parent, even while the verifier is running.
+Invariant
+    reward-2: The process dies with its parent, even while the verifier is running.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ def _describe(error: Exception) -> str:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends for any reason (RP-1)."""
+    """Have the kernel kill this process when its parent ends for any reason (reward-2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -1,7 +1,6 @@
 """From finished groups to advantages, as the settings say: shape the rewards, then run the estimator. Pure.
 
-Invariants
-    AV-2  Only trained tokens carry an advantage or a return.
+Only trained tokens carry an advantage or a return.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +70,7 @@ def penalize_divergence(
 
 
 def spread(trained_T: Tensor, value: Tensor) -> Tensor:
-    """The value (one, or one for each token) on trained tokens, 0 elsewhere: f32 `[T]` (AV-2)."""
+    """The value (one, or one for each token) on trained tokens, 0 elsewhere: f32 `[T]`."""
     return torch.where(trained_T, value.float(), 0.0)
 
 

@@ -1,8 +1,7 @@
 """Failures of scoring: the reward of a response without a score, or the error that fails its group, and counts.
 
-Invariants
-    RW-5  Errors become a reward of 0 only with `on_error=zero`, and at most `ERRORS_IN_A_ROW` of them in a row.
-    RW-6  A reward of 0 in place of a missing score is an `Unscored`, never a plain number.
+Errors become a reward of 0 only with `on_error=zero`, and at most `ERRORS_IN_A_ROW` of them in a row. A reward of 0 in
+place of a missing score is an `Unscored`, never a plain number.
 """
 
 import logging
@@ -24,7 +23,7 @@ class RewardTimeout(VerifierError):
 
 
 class Unscored(float):
-    """The reward 0 of a response without a score, and the cause (RW-6)."""
+    """The reward 0 of a response without a score, and the cause."""
 
     cause: Literal["error", "timeout"]
 
@@ -79,7 +78,7 @@ class Failures:
         error = VerifierError(f"prompt {prompt.id}: {self._verifier}: {why}")
         if self._settings.on_error == "fail":
             return error
-        if self._in_a_row <= ERRORS_IN_A_ROW:  # RW-5
+        if self._in_a_row <= ERRORS_IN_A_ROW:
             logger.warning("reward 0, because reward.on_error is zero: %s", error)
             return Unscored("error")
         return VerifierError(f"{error} ({self._in_a_row} errors in a row: too many for reward.on_error=zero)")

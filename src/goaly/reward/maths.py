@@ -5,9 +5,8 @@ Where there are several, the last one counts that begins with maths. Prose, as i
 only if there is no other. Text inside `<think>` is none. `verify` does not see a `<think>` that the chat template
 opens, so it takes a box in unfinished thinking for the answer; use `verify_after_thinking` with such a template.
 
-Invariants
-    MV-1  One answer of a response is compared: a response that lists several candidates gains nothing.
-    MV-2  A response can't raise: what can't be read is wrong. A prompt without a readable answer raises.
+One answer of a response is compared: a response that lists several candidates gains nothing. A response can't raise:
+what can't be read is wrong. A prompt without a readable answer raises.
 """
 
 import logging
@@ -135,7 +134,7 @@ def verify(prompt: Prompt, response: str) -> float:
     if not prompt.answer or not prompt.answer.strip():
         raise ValueError(f"answer={prompt.answer!r}: a maths problem must have one")
     expected = _clean(_marked(prompt.answer) or prompt.answer)
-    if not _is_text(expected) and not _parsed(_without_unit(expected)[0]):  # MV-2
+    if not _is_text(expected) and not _parsed(_without_unit(expected)[0]):
         raise ValueError(f"answer={prompt.answer!r}: must be a number, an expression in LaTeX, or words")
     answer = extract(response)
     if answer is None or len(answer) > LOOK_CHARACTERS:
@@ -151,7 +150,7 @@ def verify_after_thinking(prompt: Prompt, response: str) -> float:
 
 
 def extract(response: str) -> str | None:
-    """The last answer of a response as it is written (MV-1); None if there is none."""
+    """The last answer of a response as it is written; None if there is none."""
     response = response.rpartition("</think>")[2].strip()
     if "<think>" in response:
         return None  # cut off while it was thinking

@@ -3,13 +3,13 @@
 Each process has a task that sends it requests and reads its replies. The recent time per score decides how many
 requests a message holds: many for cheap verifiers, one for slow ones.
 
-Invariants
-    RW-1  A score that exceeds the time limit ends: its process is killed and replaced.
-    RW-2  Every request ends once: with a score, with its own time limit, or with an error that names its prompt.
-          A slow or crashing response delays the requests behind it, but never costs them their scores.
-    RW-4  A process works at most `GONE_SECONDS` longer for a caller that has gone.
-    RW-7  Any other failure fails the requests of one process, which is replaced. If a task of the pool fails, the
-          pool's own process ends (PR-1).
+A process that exceeds the time limit of a score is killed and replaced. A process works at most `GONE_SECONDS` longer
+for a caller that has gone. Any other failure fails the requests of one process, which is replaced. If a task of the
+pool fails, the pool's own process ends (PR-1).
+
+Invariant
+    reward-1: Every request ends once: with a score, with its own time limit, or with an error that names its prompt. A
+        slow or crashing response delays the requests behind it, but never costs them their scores.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class VerifierPool:
     async def _judged(self, child: VerifierProcess, requests: list[_Request]) -> bool:
         try:
             return await self._judge(child, requests)
-        except Exception as error:  # RW-7: not the verifier's fault, so `on_error` does not apply
+        except Exception as error:  # not the verifier's fault, so `on_error` does not apply
             logger.exception("the reward pool of %s failed %d requests", self._settings.verifier, len(requests))
             self._refuse_all(requests, f"the reward pool failed: {type(error).__name__}: {error}")
             return False
@@ -142,7 +142,7 @@ class VerifierPool:
                 else:
                     self._failures.scored()
                     _end(request, reply)
-        except TimeoutError:  # RW-1
+        except TimeoutError:
             self._spent(time.monotonic() - started)
             self._ran_out(waiting.popleft())
             return False
@@ -154,7 +154,7 @@ class VerifierPool:
             return False
         finally:
             self._under_way.difference_update(requests)
-            self._pending.extendleft(reversed(waiting))  # RW-2
+            self._pending.extendleft(reversed(waiting))  # reward-1
             if waiting:
                 self._arrived.set()
         return True
@@ -171,14 +171,14 @@ class VerifierPool:
         for request in requests:
             if not request.score.done():
                 self._failures.stats.errors += 1
-                _end(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # RW-2
+                _end(request, VerifierError(f"prompt {request.prompt.id}: {why}"))  # reward-1
         self._under_way.difference_update(requests)
 
     def _spent(self, seconds: float) -> None:
         self._seconds_per_score += 0.1 * (seconds - self._seconds_per_score)
 
     def _ran_out(self, request: _Request) -> None:
-        if not request.score.done():  # RW-4: else its caller has gone
+        if not request.score.done():  # else its caller has gone
             _end(request, self._failures.ran_out(request.prompt))
 
     def _end(self, error: VerifierError) -> None:

@@ -180,7 +180,7 @@ def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name: str, reward
     # shaping makes them doubles, whose mean is not exact: 0.1 + 0.1 + 0.1 is not 3 * 0.1
     shaped = AdvantageSettings(name=name, overlong=OverlongSettings(limit=2, buffer=1, penalty=0.1))
     batch = [grouped(*(sample(reward, 3) for reward in rewards))]
-    assert all((advantage_T == 0).all() for advantage_T in estimate(batch, shaped).advantages)  # AV-1
+    assert all((advantage_T == 0).all() for advantage_T in estimate(batch, shaped).advantages)
 
 
 @settings(max_examples=20, deadline=None)
@@ -188,7 +188,7 @@ def test_equal_rewards_give_exactly_zero_whatever_the_rounding(name: str, reward
 @pytest.mark.parametrize("name", RELATIVE)
 def test_a_group_of_equal_rewards_has_no_signal_beside_one_that_has(name: str, rewards: list[float], equal: float):
     found = values(name, groups([equal] * 3, rewards))
-    assert found[:3] == [0.0] * 3  # AV-1
+    assert found[:3] == [0.0] * 3
     assert sum(found) == pytest.approx(0, abs=1e-3)
 
 
@@ -233,7 +233,7 @@ def test_only_trained_tokens_carry_an_advantage(name: str):
     assert (found.returns is not None) == (name == "gae")
     for made, advantage_T in zip(batch[0].samples, found.advantages, strict=True):
         assert advantage_T.dtype == torch.float32
-        assert (advantage_T[~made.tokens["trained"]] == 0).all()  # AV-2
+        assert (advantage_T[~made.tokens["trained"]] == 0).all()
         assert (advantage_T[made.tokens["trained"]] != 0).all()
 
 

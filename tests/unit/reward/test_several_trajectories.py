@@ -83,7 +83,7 @@ def test_more_trajectories_of_an_episode_change_no_advantage(
 
 
 @pytest.mark.parametrize("name", [*COMPARE_GROUPS, "reinforce_pp_baseline"])
-def test_equal_episodes_of_different_sizes_have_no_signal(name: str) -> None:  # AV-1
+def test_equal_episodes_of_different_sizes_have_no_signal(name: str) -> None:
     assert advantages(name, group_of([0.1], [0.1] * 3, [0.1] * 7)) == [0.0] * 11
 
 

@@ -70,7 +70,7 @@ async def test_a_response_that_hangs_costs_its_limit_and_nobody_elses_score():
         pid = await pool.score(PROMPT, "pid")
         scores = await asyncio.gather(*(pool.score(PROMPT, word) for word in ["fine", "hang", "fine", "fine"]))
         assert scores == [1.0, 0.0, 1.0, 1.0]
-        assert await pool.score(PROMPT, "pid") != pid  # RW-1
+        assert await pool.score(PROMPT, "pid") != pid
         assert not exists(pid)
         assert (pool.stats().timeouts, pool.stats().replaced) == (1, 1)
 
@@ -123,7 +123,7 @@ async def test_a_zero_in_place_of_a_score_says_its_cause_and_is_told_from_a_wron
     async with pool_of(on_error="zero", time_limit_seconds=0.3) as pool:
         zero = await pool.score(PROMPT, word)
         assert not isinstance(await pool.score(PROMPT, "fine"), Unscored)
-    assert isinstance(zero, Unscored)  # RW-6
+    assert isinstance(zero, Unscored)
     assert (zero, zero.cause) == (0.0, cause)
     copy = pickle.loads(pickle.dumps(zero))
     assert (type(copy), copy, copy.cause) == (Unscored, 0.0, cause)
@@ -139,7 +139,7 @@ async def test_a_verifier_of_which_only_errors_come_is_broken_whatever_errors_ar
         with pytest.raises(
             VerifierError, match=r"prompt q7: .*LookupError.*65 errors in a row: too many for reward.on_"
         ):
-            await pool.score(PROMPT, "raise")  # RW-5
+            await pool.score(PROMPT, "raise")
 
 
 async def test_a_process_that_works_for_a_caller_that_has_gone_is_freed_long_before_the_time_limit():
@@ -150,7 +150,7 @@ async def test_a_process_that_works_for_a_caller_that_has_gone_is_freed_long_bef
             await asyncio.sleep(0)  # the process hangs
         waiting = asyncio.create_task(pool.score(PROMPT, "pid"))
         gone.cancel()
-        assert await asyncio.wait_for(waiting, 30) != pid  # RW-4
+        assert await asyncio.wait_for(waiting, 30) != pid
         assert (pool.stats().timeouts, pool.stats().errors, pool.stats().replaced) == (0, 0, 1)
 
 
@@ -164,7 +164,7 @@ async def test_a_process_finishes_what_takes_no_time_though_its_caller_has_gone(
         assert await pool.score(PROMPT, "pid") == pid
 
 
-async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_along():  # RW-2
+async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_along():  # reward-1
     async with pool_of() as pool:
         answers = await asyncio.gather(
             *(pool.score(PROMPT, word) for word in ["fine", "die", "fine"]), return_exceptions=True
@@ -175,7 +175,6 @@ async def test_a_verifier_that_dies_is_tried_twice_and_takes_no_other_score_alon
 
 
 async def test_whatever_breaks_in_the_pool_fails_only_what_a_process_had_in_hand(monkeypatch: pytest.MonkeyPatch):
-    """RW-7"""
     judge, broken = VerifierPool._judge, []
 
     async def breaks_once(pool: VerifierPool, *args) -> bool:
@@ -212,7 +211,6 @@ async def test_a_system_that_has_no_process_left_fails_the_response_at_hand_and_
 
 
 async def test_a_pools_task_that_ends_all_the_same_ends_the_pools_process(monkeypatch: pytest.MonkeyPatch):
-    """RW-7"""
     ended = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(process, "give_up", lambda why, error: ended.set_result(f"{why}: {error}"))
 
@@ -329,4 +327,4 @@ asyncio.run(main())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == -9, run.stderr
-    assert ended_within(int(run.stdout), 10.0)  # RP-1
+    assert ended_within(int(run.stdout), 10.0)  # reward-2
