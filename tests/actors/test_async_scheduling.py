@@ -170,7 +170,7 @@ def test_a_step_is_launched_before_the_one_before_is_read_and_an_update_reads_al
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
 @pytest.mark.parametrize("steps_between", [(1,), (1, 2, 3)], ids=["every-step", "some-steps"])
-def test_every_token_has_the_version_that_drew_it(there, expected, mode, steps_between):  # EN-1 EN-3
+def test_every_token_has_the_version_that_drew_it(there, expected, mode, steps_between):  # generate-3, generate-5
     samples = there(update_at_steps, mode, steps_between)
     expected.check_each_stamp(samples)
     assert [len(sample.tokens) for sample in samples] == [10, 13, 16, 19, 22, 25]
@@ -187,7 +187,7 @@ def test_vllm_stamps_a_token_with_the_version_that_it_is_read_under(there, expec
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
-def test_updates_do_to_the_cache_what_they_do_without(there, expected, mode):  # EN-2
+def test_updates_do_to_the_cache_what_they_do_without(there, expected, mode):  # generate-4
     samples, later = there(update_while_sampling, mode)
     assert all(len(sample.tokens) == 40 for sample in samples)
     expected.check(samples, 0, 4)
@@ -197,7 +197,7 @@ def test_updates_do_to_the_cache_what_they_do_without(there, expected, mode):  #
     expected.check(later, 1, 5)
 
 
-def test_preempted_requests_lose_and_repeat_nothing(there, expected):  # EN-3
+def test_preempted_requests_lose_and_repeat_nothing(there, expected):  # generate-5
     preempted, samples = there(count_preemptions, 24, Sampling(max_tokens=120, seed=3))
     assert preempted > 0
     assert all(len(sample.tokens) == 120 for sample in samples)
@@ -226,7 +226,7 @@ def test_parameters_of_requests_have_the_effect_that_they_have_step_by_step(ther
         assert len(one.versions) == len(one.tokens)
 
 
-def test_seeds_and_forms_give_the_same_samples_of_prompts_that_are_computed_in_parts(there):  # CS-1
+def test_seeds_and_forms_give_the_same_samples_of_prompts_that_are_computed_in_parts(there):
     form = {"structured_outputs": {"regex": "(a[bc]){4}="}, "stop_token_ids": (6,)}
     for asked in (Sampling(max_tokens=30, seed=3), Sampling(max_tokens=30, seed=4, top_k=5, **form)):
         _, (alone,) = there(sample_in_short_steps, 256, PROMPTS[:1], asked)
@@ -236,7 +236,7 @@ def test_seeds_and_forms_give_the_same_samples_of_prompts_that_are_computed_in_p
         torch.testing.assert_close(alone.logprobs, samples[0].logprobs, atol=NOISE, rtol=0)
 
 
-def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there, expected):  # GM-1, FP-1
+def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there, expected):
     form = {"structured_outputs": {"regex": "(a[bc]){20}"}, "stop_token_ids": (6,)}
     samples, later = there(partial(update_while_sampling, "recompute", **form))
     for sample in (*samples, *later):
@@ -275,7 +275,7 @@ def test_a_streamed_answer_has_each_token_in_one_part_also_over_an_update(there)
     assert sample.versions.unique().tolist() == [4, 5]
 
 
-def test_choices_of_experts_are_those_of_the_tokens_that_were_read(there, tmp_path):  # EC-1
+def test_choices_of_experts_are_those_of_the_tokens_that_were_read(there, tmp_path):  # generate-7
     folder = write_random_model(tmp_path, experts=8)
     preempted, samples = there(sample_with_experts, folder, 32)
     assert preempted > 0
@@ -285,7 +285,7 @@ def test_choices_of_experts_are_those_of_the_tokens_that_were_read(there, tmp_pa
         own.assert_recorded(PROMPTS[number % len(PROMPTS)], sample)
 
 
-def test_ranks_of_a_replica_read_the_same_steps_before_an_update(folders, expected, tmp_path):  # EN-1
+def test_ranks_of_a_replica_read_the_same_steps_before_an_update(folders, expected, tmp_path):  # generate-3
     arguments = (lasting_port(), folders[0], tmp_path)
     torch.multiprocessing.start_processes(in_each_rank, arguments, nprocs=2, start_method="forkserver")
     samples, others = (torch.load(tmp_path / str(rank), weights_only=False) for rank in range(2))

@@ -53,7 +53,7 @@ def lose_one(rank: int, folder: Path) -> None:
     (folder / str(rank)).touch()
 
 
-def test_all_ranks_get_the_sum_in_the_order_of_the_ranks_and_all_parts(tmp_path: Path):  # CR-1 CR-2
+def test_all_ranks_get_the_sum_in_the_order_of_the_ranks_and_all_parts(tmp_path: Path):
     in_ranks(exchange, RANKS, (tmp_path,))
     expected = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -68,6 +68,6 @@ def test_all_ranks_get_the_sum_in_the_order_of_the_ranks_and_all_parts(tmp_path:
             assert gathered is None if rank != 1 else torch.equal(gathered, parts)
 
 
-def test_a_rank_gets_an_error_when_another_one_has_ended(tmp_path: Path):  # CR-3
+def test_a_rank_gets_an_error_when_another_one_has_ended(tmp_path: Path):
     in_ranks(lose_one, RANKS, (tmp_path,))
     assert {file.name for file in tmp_path.iterdir()} == {"0", "2"}

@@ -132,7 +132,7 @@ def own(folders: list[Path]) -> list[OwnChoices]:
 
 def test_choices_are_the_trainers_own_also_after_preemption_and_prefix_reuse(
     there: Any, own: list[OwnChoices]
-) -> None:  # EC-1
+) -> None:  # generate-7
     samples, preemptions = there(sample, "float32", 32, replace(LONG, max_tokens=150))
     assert preemptions > 3
     for number, one in enumerate(samples):
@@ -147,7 +147,7 @@ def test_choices_of_prompts_that_are_computed_in_parts_are_the_trainers_own(ther
         own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
 
 
-def test_parts_of_prompts_that_an_update_computes_again_have_the_choices_of_its_version(  # EC-1
+def test_parts_of_prompts_that_an_update_computes_again_have_the_choices_of_its_version(  # generate-7
     there: Any, own: list[OwnChoices]
 ) -> None:
     in_part, samples = there(update_in_the_middle_of_prompts, "recompute")
@@ -157,7 +157,7 @@ def test_parts_of_prompts_that_an_update_computes_again_have_the_choices_of_its_
         own[1].assert_recorded(PROMPTS[int(name)], samples[name])
 
 
-def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were_sampled_with(  # EC-1
+def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were_sampled_with(  # generate-7
     there: Any, own: list[OwnChoices]
 ) -> None:
     samples, later = there(update_while_sampling, "recompute")
@@ -173,7 +173,7 @@ def test_tokens_computed_again_under_new_weights_keep_the_choices_that_they_were
 @pytest.mark.parametrize("mode", ["keep", "drain"])
 def test_choices_are_those_of_the_version_that_computed_a_token(
     there: Any, own: list[OwnChoices], mode: str
-) -> None:  # EC-1, KE-1
+) -> None:  # generate-7
     samples, later = there(update_while_sampling, mode)
     for prompt, one in zip(PROMPTS, samples, strict=True):
         own[0].assert_recorded(prompt, one, last=len(prompt) - 1 + int((one.versions == 4).sum()))

@@ -111,20 +111,20 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
         return await connections[id(replica)].submit(name, PROMPT, sampling, min_version)
 
     versions = await asyncio.gather(one.start.call(), two.start.call())
-    assert [version.item(procs=0) for version in versions] == [1, 1]  # GE-1
-    assert (await store.state.call_one()).readers == 3  # GE-3
-    assert held_memory(descendants(os.getpid())) == set()  # EN-4
+    assert [version.item(procs=0) for version in versions] == [1, 1]  # generate-8
+    assert (await store.state.call_one()).readers == 3
+    assert held_memory(descendants(os.getpid())) == set()
     samples = await asyncio.gather(*(ask(replica, f"{n}") for replica in (one, leader) for n in range(8)))
     assert [sample.tokens.tolist() for sample in samples] == [greedy[1]] * 16
     assert {int(version) for sample in samples for version in sample.versions} == {1}
 
     formed = Sampling(max_tokens=8, structured_outputs={"choice": ["cab"]}, stop_token_ids=(1,))
     broken = {"structured_outputs": {"json": {"type": "unknown"}}}
-    for replica in (one, leader):  # GM-1
+    for replica in (one, leader):
         assert VOCABULARY[(await ask(replica, "formed", formed)).tokens[0]] == "c"
         with pytest.raises(InvalidRequest, match="structured_outputs"):
             await ask(replica, "of no form", replace(formed, **broken))
-    with pytest.raises(InvalidRequest, match=r"regex: .* generator.tp > 1"):  # GM-3
+    with pytest.raises(InvalidRequest, match=r"regex: .* generator.tp > 1"):
         await ask(leader, "slow", replace(formed, structured_outputs={"regex": "c"}))
 
     held = [asyncio.ensure_future(ask(replica, "held back", min_version=3)) for replica in (one, leader)]
@@ -134,9 +134,9 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     assert not any(request.done() for request in held)
     await publish(1, 3)
     for sample in await asyncio.gather(*held):
-        assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[1], {3})  # GE-2
+        assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[1], {3})
 
-    for replica in (one, leader):  # of two ranks, the first one sends (PA-1)
+    for replica in (one, leader):  # of two ranks, the first one sends
         parts: list[AnswerPart] = []
         beside = asyncio.ensure_future(ask(replica, "not streamed"))
         streamed = await connections[id(replica)].submit("streamed", PROMPT, GREEDY, 0, parts.append)
@@ -157,7 +157,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
             break
     assert sample.versions.unique_consecutive().tolist() == [version - 1, version]
     assert len(sample.tokens) == 400
-    assert (await ask(leader, "the ranks agree", min_version=version)).tokens.tolist() == greedy[0]  # LO-1
+    assert (await ask(leader, "the ranks agree", min_version=version)).tokens.tolist() == greedy[0]  # generate-6
     stats = await leader.stats.call_one()
     assert (stats.version, stats.running, stats.waiting) == (version, 0, 0)
 
@@ -176,7 +176,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
         connection.cancel("suspect 1")  # before it is asked
         await connection.wait_turn("the last suspect")
 
-    await publisher.close()  # no newer weights will come, so nothing follows any more (GE-4)
+    await publisher.close()  # no newer weights will come, so nothing follows any more (generate-9)
     for replica in (one, leader):
         assert (await ask(replica, "the last version")).tokens.tolist() == greedy[0]
     successor = hub.spawn("store-1", WeightStore, moved)
@@ -184,7 +184,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     publisher = Publisher(successor, live, moved, rank=0, world=1)
     for which, later in ((0, 0), (1, 1), (0, 2)):  # it begins with the version that they have
         await publish(which, version + later)
-    for replica in (one, leader):  # FO-5
+    for replica in (one, leader):
         sample = await ask(replica, "the next store's", min_version=version + 2)
         assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[0], {version + 2})
     assert (await successor.state.call_one()).readers == 3
@@ -196,7 +196,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     await two.slice(procs=1).break_pulls.call_one()
     ranks = await ended(second)
     await publish(1, 7)
-    for rank in ranks:  # GE-4: the follower can't pull, and the leader can't go on without it
+    for rank in ranks:  # generate-9: the follower can't pull, and the leader can't go on without it
         await asyncio.wait_for(rank.wait(), 20)
     with pytest.raises(ReplicaLost):
         await held
@@ -249,7 +249,7 @@ def damaging() -> type:
 async def test_a_byte_that_is_flipped_anywhere_on_the_way_ends_the_replica(
     tiny_model_folder: Path, capfd: pytest.CaptureFixture[str], what: str, transfer: Any, error: str
 ):
-    """weights-8, GE-4. The generator holds all parameters in bfloat16; norms are published in float32."""
+    """weights-8, generate-9. The generator holds all parameters in bfloat16; norms are published in float32."""
     from goaly.generate.connection import Connection
     from goaly.models.spec import model_spec
     from goaly.weights.publisher import Publisher

@@ -168,16 +168,16 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(t
     stuck = connection.submit("stuck", [5], Sampling(max_tokens=4, logit_bias={7: stays}))
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         await asyncio.wait_for(stuck, 30)
-    assert (await asyncio.wait_for(fine, 30)).tokens.tolist() == [5]  # LI-1
+    assert (await asyncio.wait_for(fine, 30)).tokens.tolist() == [5]  # generate-1
     messages, cancelled = await replica.seen.call_one()
-    assert messages == [[*map(str, range(50)), "broken", "held"], ["fine"]]  # LI-2
-    assert cancelled == ["held"]  # LI-2, LI-4
+    assert messages == [[*map(str, range(50)), "broken", "held"], ["fine"]]  # generate-2
+    assert cancelled == ["held"]  # generate-2
 
     other = Connection(replica)
     sample = await other.submit("0", [7], SAMPLING, begun_at=3)
-    assert (sample.tokens.tolist(), sample.versions.tolist()) == ([7], [10])  # EN-2
+    assert (sample.tokens.tolist(), sample.versions.tolist()) == ([7], [10])  # generate-4
     names = await replica.names.call_one()
-    assert len(set(names)) == len(names)  # LI-3: "0" came from both
+    assert len(set(names)) == len(names)  # "0" came from both
     hung_up = other.submit("1", [7], SAMPLING, HELD)
     await replica.when.call_one(4, 0)
     left_behind = other.submit("2", [7], SAMPLING)
@@ -190,9 +190,9 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(t
     orphaned = connection.submit("orphaned", [1], SAMPLING, HELD)
     messages, cancelled, _ = await replica.when.call_one(5, 2)
     assert messages[2:] == [["0"], ["1"], ["orphaned"]]  # "2" never left
-    assert cancelled == ["held", "1"]  # LI-2
+    assert cancelled == ["held", "1"]  # generate-2
     await mesh.stop()
-    with pytest.raises(ReplicaLost):  # LI-1
+    with pytest.raises(ReplicaLost):  # generate-1
         await asyncio.wait_for(orphaned, 30)
     with pytest.raises(ReplicaLost):
         await connection.submit("too late", [1], SAMPLING)
@@ -200,7 +200,7 @@ async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(t
 
 
 async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_a_replica_goes():
-    """Handles arrive pickled, so that no two are the same object (RO-5)."""
+    """Handles arrive pickled, so that no two are the same object."""
     meshes = [spawn("rollout") for _ in range(2)]
     client, one = (meshes[0].spawn(name, kind) for name, kind in (("client", Client), ("one", Echo)))
     two = meshes[1].spawn("two", Echo)
@@ -213,21 +213,22 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
     await client.replicas.call_one({"one": one, "two": two})
     await client.ask.call_one("quick", 0)
     assert await client.answer.call_one("quick") == [3, 4]
-    assert await one.when.call_one(2, 0) == ([["first"], ["quick"]], [], 1)  # RO-5
+    assert await one.when.call_one(2, 0) == ([["first"], ["quick"]], [], 1)
     assert await two.when.call_one(1, 0) == ([["second"]], [], 1)
 
     await client.replicas.call_one({"two": two})  # the first one lives: it must not go on for nobody
-    assert await one.when.call_one(2, 1) == ([["first"], ["quick"]], ["first"], 1)  # RO-3
-    assert (await two.when.call_one(2, 0))[0] == [["second"], ["first.1"]]  # RO-1
+    assert await one.when.call_one(2, 1) == ([["first"], ["quick"]], ["first"], 1)
+    assert (await two.when.call_one(2, 0))[0] == [["second"], ["first.1"]]  # generate-10
 
     await client.replicas.call_one({"one": one, "two": two})
     os.kill(await two.pid.call_one(), signal.SIGKILL)
     await client.replicas.call_one({"one": one})
     messages, _, connections = await one.when.call_one(4, 1)
-    assert (sorted(messages[2:]), connections) == ([["first.2"], ["second.1"]], 2)  # RO-1; "first.2" asked for its turn
+    # generate-10; "first.2" asked for its turn
+    assert (sorted(messages[2:]), connections) == ([["first.2"], ["second.1"]], 2)
     for request_id in ("first", "second"):
         await client.give_up.call_one(request_id)
-    assert sorted((await one.when.call_one(4, 3))[1][1:]) == ["first.2", "second.1"]  # RO-3
+    assert sorted((await one.when.call_one(4, 3))[1][1:]) == ["first.2", "second.1"]
     await meshes[0].stop()
 
 
@@ -238,7 +239,7 @@ async def test_a_line_that_breaks_while_its_replica_lives_opens_again_and_its_re
     await client.ask.call_one("held", HELD)
     await replica.when.call_one(1, 0)
     await replica.break_lines.call_one()
-    assert await replica.when.call_one(2, 1) == ([["held"], ["held.1"]], ["held"], 2)  # RO-7, LI-2
+    assert await replica.when.call_one(2, 1) == ([["held"], ["held.1"]], ["held"], 2)  # generate-2
     await client.ask.call_one("quick", 0)
     assert await client.answer.call_one("quick") == [3, 4]
     await client.give_up.call_one("held")

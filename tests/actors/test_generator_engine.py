@@ -105,7 +105,7 @@ def test_only_named_stop_tokens_end_an_answer_and_they_are_part_of_it(there):
         assert not set(sample.tokens[:-1].tolist()) & {5, 6}
 
 
-def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_step_also_over_an_update(there):  # PA-1
+def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_step_also_over_an_update(there):
     sample, parts, streamed = there(stream_over_an_update)
     assert streamed == {"streamed"}
     assert [len(part.tokens) for part in parts] == [1] * 19
@@ -115,7 +115,7 @@ def test_a_streamed_answer_has_all_its_tokens_in_parts_but_those_of_the_last_ste
     assert sample.versions.tolist() == [4] * 10 + [5] * 10
 
 
-def test_an_answer_that_goes_on_after_its_beginning_is_the_same_and_ends_at_the_same_stop_string(there):  # PA-2
+def test_an_answer_that_goes_on_after_its_beginning_is_the_same_and_ends_at_the_same_stop_string(there):  # generate-12
     (whole,) = there(sample_all, "torchtitan", PROMPTS[:1], GREEDY)
     tokens = whole.tokens.tolist()
     stop = text_of(tokens[8:12])
@@ -133,7 +133,7 @@ FORMS = [
 ]
 
 
-def test_answers_follow_their_forms_beside_others_that_have_none(there):  # GM-1
+def test_answers_follow_their_forms_beside_others_that_have_none(there):
     free = Sampling(max_tokens=60, seed=3)
     alone = there(sample_all, "torchtitan", PROMPTS, free)
     for form, pattern in FORMS:
@@ -152,7 +152,7 @@ def test_answers_follow_their_forms_beside_others_that_have_none(there):  # GM-1
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_an_answer_with_a_form_has_the_log_probs_without_it_and_what_the_form_makes_of_them(
     there, expected, temperature
-):  # FP-1
+):
     sampling = Sampling(max_tokens=60, stop_token_ids=(6,), temperature=temperature)
     formed = replace(sampling, structured_outputs={"regex": "(a[bc]){5}"})
     samples = there(sample_all, "torchtitan", PROMPTS, formed, sampling)
@@ -191,7 +191,7 @@ def test_a_form_goes_on_over_an_update(there, expected, mode):
         ({"json_object": False}, "True"),
     ],
 )
-def test_a_form_that_cannot_be_followed_is_refused(there, form, why):  # GM-1
+def test_a_form_that_cannot_be_followed_is_refused(there, form, why):
     refusal = there(refusal_of, Sampling(structured_outputs=form, stop_token_ids=(6,)))
     assert "structured_outputs=" in refusal
     assert why in refusal
@@ -200,7 +200,7 @@ def test_a_form_that_cannot_be_followed_is_refused(there, form, why):  # GM-1
 DEAD_ENDS = [{"regex": "[^\\s\\S]"}, {"grammar": 'root ::= root "a"'}, {"json": {"$ref": "#"}}]
 
 
-def test_a_form_that_leaves_no_token_fails_alone(there):  # GM-1
+def test_a_form_that_leaves_no_token_fails_alone(there):
     free = Sampling(max_tokens=20, seed=3)
     for form in DEAD_ENDS:
         dead = Sampling(max_tokens=20, structured_outputs=form, stop_token_ids=(6,))
@@ -210,7 +210,7 @@ def test_a_form_that_leaves_no_token_fails_alone(there):  # GM-1
         assert len(sample.tokens) == 20
 
 
-def test_a_form_is_taken_or_refused_whatever_was_asked_before(there, tiny_model_folder):  # GM-2
+def test_a_form_is_taken_or_refused_whatever_was_asked_before(there, tiny_model_folder):
     multiple = Sampling(
         max_tokens=20, structured_outputs={"json": {"type": "integer", "multipleOf": 3}}, stop_token_ids=(6,)
     )
@@ -351,14 +351,14 @@ def test_vllms_own_model_takes_the_trainers_weights_on_a_gpu(there, expected):
 
 def test_recompute_goes_on_under_the_new_weights_over_the_whole_prefix(there, expected):
     samples, later = there(update_while_sampling, "recompute")
-    assert all(len(sample.tokens) == 40 for sample in samples)  # EN-3
+    assert all(len(sample.tokens) == 40 for sample in samples)  # generate-5
     (split,) = versions_of(samples[:2])
-    assert [version for version, _ in split] == [4, 5]  # EN-1
+    assert [version for version, _ in split] == [4, 5]  # generate-3
     assert all(sample.versions.diff().min() >= 0 for sample in samples)
     expected.check(samples, 0, 4)
     expected.check(samples, 1, 5)
     assert versions_of(later) == {((5, 40),)}
-    expected.check(later, 1, 5)  # EN-2
+    expected.check(later, 1, 5)  # generate-4
 
 
 def test_keep_goes_on_with_the_old_cache_and_lets_no_new_request_have_it(there, expected):
@@ -367,13 +367,13 @@ def test_keep_goes_on_with_the_old_cache_and_lets_no_new_request_have_it(there, 
     expected.check(samples, 0, 4)
     expected.check(samples[:1], 1, 5, close=False)
     assert versions_of(later) == {((5, 40),)}
-    expected.check(later, 1, 5)  # EN-2
+    expected.check(later, 1, 5)  # generate-4
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "drain"])
-def test_only_with_keep_a_conversation_goes_on_with_the_cache_of_its_earlier_turns(there, expected, mode):  # EN-2
+def test_only_with_keep_a_conversation_goes_on_with_the_cache_of_its_earlier_turns(there, expected, mode):  # generate-4
     said, ended = there(next_turns_after_an_update, mode)
-    assert set(versions_of(list(ended.values()))) == {((5, 40),)}  # EN-1
+    assert set(versions_of(list(ended.values()))) == {((5, 40),)}  # generate-3
     fresh = {
         name: bool((sample.logprobs - expected.logprobs(said, sample, 1)).abs().max() < NOISE)
         for name, sample in ended.items()
@@ -392,7 +392,7 @@ def test_drain_ends_what_is_under_way_under_the_old_weights(there, expected):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
-def test_every_token_has_the_version_that_drew_it_where_each_step_has_another(there, expected, mode):  # EN-1 EN-3
+def test_every_token_has_the_version_that_drew_it_where_each_step_has_another(there, expected, mode):  # generate-3
     samples = there(update_at_steps, mode)
     expected.check_each_stamp(samples)
     assert [len(sample.tokens) for sample in samples] == [10, 13, 16, 19, 22, 25]

@@ -112,7 +112,7 @@ def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after
         for prompt, one in zip(PROMPTS, found[0][which], strict=True):
             expected = logprobs_of(which, prompt, one.tokens.tolist())
             torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
-            own.assert_recorded(prompt, one)  # EC-1
+            own.assert_recorded(prompt, one)  # generate-7
         for of_rank in found:
             assert of_rank[3] == 1  # three layers have one table
             assert all(map(torch.equal, tokens(of_rank[which]), tokens(found[0][which])))

@@ -175,7 +175,7 @@ def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
     assert (in_parts > 5) == ("step_tokens" in options)
 
 
-def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(there: Any, tmp_path: Path):  # CS-1 EC-1
+def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(there: Any, tmp_path: Path):  # generate-7
     write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
     (whole, *others), (none, *in_parts) = there(in_steps, tmp_path, "bfloat16", (4096, 25))
     assert none == 0

@@ -110,7 +110,7 @@ async def test_a_replica_that_is_stuck_in_a_step_ends_and_is_replaced(tiny_model
     ((successor, second),) = (await serving.get()).items()
     assert (name, successor) == ("generator-0", "generator-0-1")
     assert len((await ask(second)).tokens) == 4
-    assert "ended: the engine has made no progress for hosts.stuck_seconds=4, in " in reports[0]  # LO-4
+    assert "ended: the engine has made no progress for hosts.stuck_seconds=4, in " in reports[0]
     supervising.cancel()
     await service.close()
     await hosts.stop_all()

@@ -112,7 +112,8 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     for part in client.chat.completions.create(**long, stream=True, timeout=START_SECONDS):
         if seen and alive(generator):
             assert seen != whole
-            os.kill(generator, signal.SIGKILL)  # in the middle of the answer, which the next one continues (PA-2)
+            # In the middle of the answer, which the next one continues (generate-12).
+            os.kill(generator, signal.SIGKILL)
         seen += part.choices[0].delta.content or ""
     assert seen == whole
     again = client.chat.completions.create(messages=[QUESTION], **greedy, timeout=START_SECONDS)  # waits for the next

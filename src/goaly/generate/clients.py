@@ -30,12 +30,12 @@ class Clients:
         else:
             send = line.send
         if ways.process.host == this_host():
-            watch = ExitWatch(ways.process, partial(self._told, client, Leave()))  # GE-5
+            watch = ExitWatch(ways.process, partial(self._told, client, Leave()))
         self._open[client] = send, line
         try:
             await until.wait()
         finally:
-            self._told(client, Leave())  # LI-2
+            self._told(client, Leave())  # generate-2
             if watch is not None:
                 watch.close()
 

@@ -15,13 +15,12 @@ replicas under it:
     3 deaths     It fails alone with a `PoisonRequest`. Two of the deaths may be chance or another request's fault; at
                  the third it was the only suspect.
 
-Invariants
-    LI-1  Every request ends once: with its sample, with its own error, or with `ReplicaLost` when the connection broke
-          or the replica was closed, even if it is submitted after that.
-    LI-2  A request that is cancelled before it was sent is never sent. A sent one is cancelled at the replica.
-    LI-3  At the replica no two requests have one name, also if a request of a client that died comes again from another
-          one.
-    LI-4  What a client tells a replica arrives in order: it takes one way for as long as the connection lives.
+Names of requests at the replica are unique, also if a request of a client that died is retried by another client. A
+client's messages to a replica arrive in order, because a connection takes one way for as long as it lives.
+
+    generate-1: Every request ends once: with its sample, with its own error, or with `ReplicaLost` when the connection
+        broke or the replica was closed, even if it is submitted after that.
+    generate-2: A request that is cancelled before it was sent is never sent. A sent one is cancelled at the replica.
 """
 
 import asyncio
@@ -159,7 +158,7 @@ class Connection:
             self._unsent_suspects.remove(sent)
         elif len(unsent) == len(self._unsent) and self._tell is not None:
             self._tell(Withdraw([sent]))
-        self._unsent = unsent  # LI-2
+        self._unsent = unsent  # generate-2
 
     def close(self) -> None:
         """Cancel all requests, here and, if the replica lives, there."""
@@ -196,7 +195,7 @@ class Connection:
             self._tell(Submit([request]))
         except Exception as error:
             self._streams.pop(own_name(request.request_id), None)
-            settle(self._futures.pop(own_name(request.request_id)), error)  # LI-1
+            settle(self._futures.pop(own_name(request.request_id)), error)  # generate-1
 
     async def _connect(self, ways: Ways) -> None:
         try:
@@ -218,7 +217,7 @@ class Connection:
             self._take(results)
 
     def _open(self, tell: Callable[[ToReplica], None]) -> None:
-        """Take this way to the replica from now on (LI-4)."""
+        """Take this way to the replica from now on."""
         self._tell = tell
         suspects, self._unsent_suspects = self._unsent_suspects, []  # what is sent can be withdrawn
         for name in suspects:
@@ -248,7 +247,7 @@ class Connection:
             self.cancel(request_id)
 
     def _sent(self, request_id: str) -> str:
-        """The name of a request at the replica (LI-3)."""
+        """The name of a request at the replica."""
         return f"{self._name}.{request_id}"
 
     def _break(self, why: object) -> None:
@@ -260,10 +259,10 @@ class Connection:
         if self._ended is None:
             self._ended = error
             self._listening.cancel()
-            self._end_all(error)  # LI-1
+            self._end_all(error)  # generate-1
 
     def _disconnect(self) -> None:
-        """Let the replica end this client's requests (LI-2); a dead one ignores it."""
+        """Let the replica end this client's requests (generate-2); a dead one ignores it."""
         if self._line is not None:
             self._line.close()
         else:

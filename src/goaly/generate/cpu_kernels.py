@@ -5,9 +5,8 @@ half of a step. vLLM's kernels need one operation each. A linear layer whose wei
 the time of one whose weight is not. Results differ from torchtitan's in the last bits; `numerics: bitwise` has layers
 of its own, which compute the same on both sides. These layers are for float32.
 
-Invariants
-    KE-1  The kernels of experts and linear layers read a copy of the weights in their own order. `pack` makes it anew
-          whenever they change.
+The kernels of experts and linear layers read a copy of the weights in their own order. `pack` makes it anew whenever
+they change.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class PackedLinear(Linear):
         self._handler: Any = None
 
     def pack(self) -> None:
-        """Copy the weight into the kernel's order (KE-1)."""
+        """Copy the weight into the kernel's order."""
         self._handler = packed_weight(self.weight.detach())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -60,7 +59,7 @@ class FusedExperts(RoutedExperts):
         self._packed: Packed | None = None
 
     def pack(self) -> None:
-        """Copy the weights into the kernel's order (KE-1)."""
+        """Copy the weights into the kernel's order."""
         weights: Any = self.inner_experts
         self._packed = pack(weights.w1_EFD.detach(), weights.w2_EDF.detach(), weights.w3_EFD.detach(), slices=1)
 

@@ -4,11 +4,9 @@ vLLM's ranks spin in shared memory. Where the processes of a run are more than i
 layer until another one's time slice ends. Here a rank writes its part into memory that all of them read, tells the
 others by a byte, and sleeps until theirs have come.
 
-Invariants
-    CR-1  All ranks add the parts in the same order, so they have the same bits.
-    CR-2  A rank overwrites a part only when every other one has read it: it writes two places in turn, and no rank says
-          that it has written one before it has read the other.
-    CR-3  A rank gets an error as soon as another one has ended, and waits for none for ever.
+All ranks add the parts in the same order, so they have the same bits. A rank overwrites a part only after every other
+rank has read it: it alternates between two places, and announces a part in one only after it has read those in the
+other. A rank gets an error as soon as another one has ended.
 """
 
 import os

@@ -4,8 +4,7 @@ vLLM draws a token for each request of a step, and drops that of a prompt of whi
 then sets the request's generator back by one draw, but a CPU's generator has no such operation. Here such a request
 draws without its generator.
 
-Invariants
-    CS-1  The draws of a request with a seed are the same, in however many steps its prompt is computed.
+So a request with a seed gets the same draws, in however many steps its prompt is computed.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ def adapt_sampling(runner: Any) -> None:
     def sample_tokens(grammars: Any) -> Any:
         batch = runner.input_batch
         dropped = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        unused = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}  # CS-1
+        unused = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
         try:
             return sample(grammars)
         finally:

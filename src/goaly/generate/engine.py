@@ -3,12 +3,12 @@
 Not thread-safe: one thread owns an engine and makes every call after construction. With tp > 1 each rank has an engine,
 and all of them must get the same calls in the same order.
 
-Invariants
-    EN-1  A token's version is that of the weights that produced its logits: the weights change only when every step
-          that was launched has been read, and its tokens are stamped with the version set before.
-    EN-2  No KV block that was cached under other weights is reused after a weight update, but with `keep` by what was
-          begun under them: a running request keeps its blocks, and a conversation those of its earlier turns.
-    EN-3  A request that is running at an update continues with the tokens it has: none is lost or drawn again.
+    generate-3: A token's version is that of the weights that produced its logits: the weights change only when every
+        step that was launched has been read, and its tokens are stamped with the version set before.
+    generate-4: No KV block that was cached under other weights is reused after a weight update, except with `keep` by
+        requests that began under them: a running request keeps its blocks, and a conversation those of its earlier
+        turns.
+    generate-5: A request that is running at an update continues with its tokens: none is lost or drawn again.
 """
 
 import math
@@ -137,7 +137,7 @@ class Engine:
         self._names: dict[str, str] = {}
         self._streamed: set[str] = set()
         self._ended: list[tuple[str, Sample | InvalidRequest]] = []
-        """What `step` has not returned yet of the steps that `apply` read."""
+        """Results of steps that `apply` read and `step` has yet to return."""
         arguments = engine_arguments(
             settings, model, self._shape, seed=seed, records_choices=records_choices, lora=lora
         )
@@ -145,7 +145,7 @@ class Engine:
         unname_semaphores()
         if settings.tp > 1:
             leave_no_named_shared_memory()
-            os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less (GM-2)
+            os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # one rank could take longer, another less
         self._vllm = LLMEngine.from_engine_args(arguments)
         self._core = cast(Any, self._vllm.engine_core)  # its class in one process has more than the declared one
         self._core._finalizer.detach()
@@ -229,7 +229,7 @@ class Engine:
         return [(request.name, request.sample(Finish.CANCELLED)) for request in map(self._forget, keys)]
 
     def step(self) -> list[tuple[str, Sample | InvalidRequest]]:
-        """Compute one step; the samples that it ended, by request name, and the errors of requests (GM-1). With
+        """Compute one step; the samples that it ended, by request name, and the errors of requests. With
         `generator.async_scheduling` launch it, and read the one before."""
         ended, self._ended = self._ended, []
         if self._requests:
@@ -257,7 +257,7 @@ class Engine:
 
     def apply(self, fill: Callable[[], int]) -> int:
         """Overwrite the weights by `fill`, which returns their version. The next step decodes with that version."""
-        self._read_launched()  # EN-1, EN-3
+        self._read_launched()  # generate-3, generate-5
         version = fill()
         if self._settings.engine == "torchtitan":
             self._model().weights_changed()
@@ -270,7 +270,7 @@ class Engine:
                 self.version = version  # the restarted requests are added under it
                 self._restart_waiting()
             case "recompute":
-                self._vllm.reset_prefix_cache(reset_running_requests=True)  # EN-2, EN-3
+                self._vllm.reset_prefix_cache(reset_running_requests=True)  # generate-4, generate-5
             case "drain":
                 if not self._vllm.reset_prefix_cache():
                     raise AssertionError("weights were applied in mode `drain` while requests were running")
@@ -308,7 +308,7 @@ class Engine:
 
     def _add(self, request: _Running) -> None:
         begun_at = self.version if request.begun_at is None else request.begun_at
-        salt = f"version {begun_at}" if self._settings.on_update == "keep" else None  # EN-2
+        salt = f"version {begun_at}" if self._settings.on_update == "keep" else None  # generate-4
         inputs = self._vllm.input_processor
         if problem := self._beyond_runner(request.sampling):
             raise InvalidRequest(f"request {request.name}: {problem}")
@@ -345,7 +345,7 @@ class Engine:
                 ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
                 continue
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            request.wrote(output.new_token_ids, logprobs, self.version, free.get(output.request_id))  # EN-1
+            request.wrote(output.new_token_ids, logprobs, self.version, free.get(output.request_id))  # generate-3
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
             if stop is not None:

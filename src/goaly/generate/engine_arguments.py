@@ -1,4 +1,4 @@
-"""What vLLM is told about the engine of a replica."""
+"""vLLM's arguments for the engine of a replica."""
 
 import os
 from typing import Any
@@ -40,7 +40,8 @@ def engine_arguments(
     bitwise = model.numerics == "bitwise"
     if bitwise and settings.engine == "native":
         raise ConfigError(["model.numerics=bitwise: must be fast with generator.engine=native"])
-    if bitwise or not on_cuda:  # the second one divides by the temperature in another way, and has no CS-1
+    # The second one divides by the temperature in another way, and seeded draws depend on the parts of a prompt.
+    if bitwise or not on_cuda:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if lora is not None and settings.engine == "native":
         raise ConfigError([f"generator.engine=native: {NO_ADAPTERS}"])

@@ -3,18 +3,17 @@
 The tensor-parallel ranks of a replica each run this loop: rank 0 decides (`Scheduler`), and sends each round to the
 others by a `RankLink`. Only the thread touches the engine once it runs.
 
-Invariants
-    LO-1  Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts on it.
-    LO-2  Every submitted request ends once: with a sample, with its own error, or, after `stop`, with `ReplicaLost`.
-          A streamed one gets its parts before that, of one step or of several (PA-1).
-    LO-3  A failure of the engine, or of a link between ranks, ends the process at once (PR-1), on every rank.
-    LO-4  A round whose commands or step never end, on any rank, ends the process (LW-2). Waiting for commands may take
-          for ever.
-    CO-1  A request reaches the engine only when the weights are at least of the version that the request asks for.
-    CO-2  In mode `drain`, weights are applied when no request is running, and no request starts before that.
-    CO-3  Requests start in the order in which they came, as many as there is room for. The others wait here and not in
-          the engine, where a weight update would cost time for each of them.
-    CO-4  In one round, weights are applied before the requests that waited for them are added.
+Every request ends once, after `stop` with `ReplicaLost` (generate-1). A failure of the engine or of a link between
+ranks ends the process (PR-1), and so does a round that makes no progress (LW-2); waiting for commands has no time
+limit.
+
+`Scheduler` starts requests in the order in which they came, up to the engine's limit, and only under the version that
+each asks for. The others wait outside of the engine, where a weight update would cost time for each of them. In one
+round weights are applied before requests are added; in mode `drain` only when no request is running, and none starts
+before.
+
+    generate-6: Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts
+        on it.
 """
 
 import asyncio
@@ -55,11 +54,11 @@ what was under way at the end in the event loop, after that thread."""
 
 NO_TIMEOUT = timedelta(days=3650)
 """An idle replica waits for hours. When a peer dies, the closed connection ends the wait, or the service does: it kills
-every rank of a replica that lost one (GS-2). A peer that is stuck in its work ends itself (LO-4)."""
+every rank of a replica that lost one (generate-11). A peer that is stuck in its work ends itself."""
 
 
 MOST_PARTS = 4000
-"""Most parts a second, of all streamed requests together: an endpoint's event loop can send about so many. Each of 100
+"""Most parts a second, of all streamed requests together: about the limit of an endpoint's event loop. Each of 100
 streams gets a part 40 times a second, with the tokens of all steps since the last one."""
 
 
@@ -125,7 +124,7 @@ class Scheduler:
         self._version = 0
         self._update: Apply | None = None
         self._waiting: dict[str, Request] = {}
-        """In the order in which they came (CO-3)."""
+        """In the order in which they came."""
         self._to_cancel: list[str] = []
         self._stopping = False
 
@@ -147,7 +146,7 @@ class Scheduler:
                 self._stopping = True
 
     def has_work(self, running: int) -> bool:
-        """Whether a round now would do anything, with so many requests running."""
+        """Whether a round now would do anything, given the number of running requests."""
         if running > 0 or self._stopping or self._to_cancel:
             return True
         return self._update is not None or bool(self._startable(running))
@@ -161,8 +160,8 @@ class Scheduler:
         never_started = [name for name in cancelled if self._waiting.pop(name, None) is not None]
         if len(never_started) < len(cancelled):
             commands.append(Cancel(tuple(name for name in cancelled if name not in never_started)))
-        if self._update is not None and not (self._drains and running):  # CO-2
-            commands.append(self._update)  # CO-4
+        if self._update is not None and not (self._drains and running):
+            commands.append(self._update)
             self._version = self._update.version
             self._update = None
         for request in self._startable(running):
@@ -171,10 +170,10 @@ class Scheduler:
         return commands, never_started
 
     def _startable(self, running: int) -> list[Request]:
-        if self._drains and self._update is not None:  # CO-2
+        if self._drains and self._update is not None:
             return []
-        ready = (request for request in self._waiting.values() if request.min_version <= self._version)  # CO-1
-        return list(islice(ready, max(0, self._max_running - running)))  # CO-3
+        ready = (request for request in self._waiting.values() if request.min_version <= self._version)
+        return list(islice(ready, max(0, self._max_running - running)))
 
 
 class EngineLoop:
@@ -251,7 +250,7 @@ class EngineLoop:
         request = Request(name, prompt, sampling, min_version, on_part is not None, begun_at=begun_at)
         self.submit(request, deliver)
         try:
-            return await future  # a step, a cancel or `stop` unblocks it (LO-2)
+            return await future  # a step, a cancel or `stop` unblocks it (generate-1)
         except asyncio.CancelledError:
             self.cancel([name])
             raise
@@ -296,13 +295,13 @@ class EngineLoop:
             while self._round():
                 pass
         except BaseException as error:
-            give_up("the engine's thread failed", error)  # LO-3
+            give_up("the engine's thread failed", error)
         self._events.call_soon_threadsafe(self._close)
 
     def _round(self) -> bool:
         """Wait for a round's commands and run them; False after a stop."""
         commands = self._link.receive() if self._follows and self._link is not None else self._lead()
-        with Work("the engine"):  # LO-4
+        with Work("the engine"):
             return self._execute(commands)
 
     def _execute(self, commands: list[Command]) -> bool:
@@ -346,8 +345,8 @@ class EngineLoop:
             self._work.wait_for(lambda: self._scheduler.has_work(self._engine.running))  # `_command` notifies
             commands, never_started = self._scheduler.next(self._engine.running)
         if self._link is not None:
-            with Work("sending commands"):  # LO-4: to a rank that may not receive them
-                self._link.send(commands)  # LO-1
+            with Work("sending commands"):  # to a rank that may not receive them
+                self._link.send(commands)  # generate-6
         if never_started:
             self._deliver([(name, Sample.of([], [], [], Finish.CANCELLED)) for name in never_started])
         return commands

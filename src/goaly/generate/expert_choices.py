@@ -7,10 +7,9 @@ when vLLM frees its blocks: at its end or preemption, or at an update that compu
 
 Shape suffixes: S slots, T tokens, N layers, K experts of a token.
 
-Invariants
-    EC-1  The recorded choices of a token are those of the pass that computed it first: its log-prob was sampled with
-          them, however often the token is computed again. A prompt counts once it is whole: nothing was sampled with
-          the parts of one that an update or a preemption has computed from the start.
+    generate-7: The recorded choices of a token are those of the pass that computed it first: its log-prob was sampled
+        with them, however often the token is computed again. A prompt counts once it is whole: nothing was sampled with
+        the parts of one that an update or a preemption has computed from the start.
 """
 
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ class ChoiceRecorder:
         self._free(request)
 
     def _read(self, request: Any) -> None:
-        """Add the choices of the tokens that were computed and not recorded before (EC-1)."""
+        """Add the choices of the tokens that were computed and not recorded before (generate-7)."""
         recorded = self._recorded.get(request.request_id)
         start, stop = sum(map(len, recorded or ())), request.num_computed_tokens
         if recorded is None or stop < request.num_prompt_tokens:  # they were taken, or nothing was sampled with them

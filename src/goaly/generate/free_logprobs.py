@@ -2,8 +2,7 @@
 
 Consumes the logits of vLLM's steps, on every rank, before a grammar masks them.
 
-Invariants
-    FP-1  The log-prob is the one that the trainer computes: over all tokens, at the request's temperature.
+The log-prob is the one that the trainer computes: over all tokens, at the request's temperature.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ class FreeLogprobs:
         drawn = {one.request_id: one.new_token_ids[0] for one in outputs if one.new_token_ids}
         divisors_R = rows_RV.new_tensor([(one in drawn and temperature(one)) or 1.0 for one in requests])
         rows_RV = rows_RV / divisors_R[:, None]  # a GPU would multiply by a number's reciprocal
-        logprobs_RV = self._log_softmax(rows_RV)  # FP-1
+        logprobs_RV = self._log_softmax(rows_RV)
         tokens_R = torch.tensor([drawn.get(request, 0) for request in requests], device=rows_RV.device)
         logprobs_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
         return {one: logprob for one, logprob in zip(requests, logprobs_R, strict=True) if one in drawn}

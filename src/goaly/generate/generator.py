@@ -2,15 +2,13 @@
 
 A replica is a mesh of `tp` of these actors. Requests go to rank 0; the other ranks follow it.
 
-Invariants
-    GE-1  `start` returns with the newest version applied that the store has: a replacement serves no older weights. It
-          does not wait for a trainer that is being replaced.
-    GE-2  A request is sampled under weights of at least its `min_version` from its first token on.
-    GE-3  When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights
-          are divided.
-    GE-4  A rank that cannot follow the weights any more ends its process (PR-1), and with it its replica. The end of
-          the writers is no failure: the replica serves the last version.
-    GE-5  The requests of a client on this host end with its process, or with its line.
+When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights are
+divided. The requests of a client on this host end with its process, or with its line.
+
+    generate-8: `start` returns with the store's newest version applied: a replacement serves no older weights. It does
+        not wait for a trainer that is being replaced.
+    generate-9: A rank that cannot follow the weights any more ends its process (PR-1), and with it its replica. The end
+        of the writers is no failure: the replica serves the last version.
 """
 
 import asyncio
@@ -100,13 +98,13 @@ class Generator(Actor):
             self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands, self._send_round)
             return 0
         self._rank = 0 if commands is None else commands.rank
-        subscriber = await self._joined(self._store, engine)  # GE-3
+        subscriber = await self._joined(self._store, engine)
         self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands, self._send_round)
         self._follower = follower = WeightFollower(subscriber, loop, announcements)
         if self._rank == 0:
-            while max((await self._store.state.call_one()).versions, default=0) > loop.version:  # GE-1
+            while max((await self._store.state.call_one()).versions, default=0) > loop.version:  # generate-8
                 await follower.catch_up()
-        self._following = vital_task(follower.run(), "weight follower")  # GE-4
+        self._following = vital_task(follower.run(), "weight follower")  # generate-9
         return loop.version
 
     @concurrent_endpoint
@@ -119,7 +117,7 @@ class Generator(Actor):
         versions = await self._joined(store, self._engine)
         if self._store is store:
             self._follower.use(versions)
-            if self._following.done():  # GE-4
+            if self._following.done():  # generate-9
                 self._following = vital_task(self._follower.run(), "weight follower")
         else:  # that one has died, too
             versions.drop()
@@ -187,7 +185,7 @@ class Generator(Actor):
                 self._cancel([name for name in {*running, *self._quarantine.suspects} if client_of(name) == client])
 
     def _submit(self, client: str, requests: list[Request]) -> None:
-        """Sample answers to these requests. Each waits until the weights are at least of its `min_version` (GE-2).
+        """Sample answers to these requests. Each waits until the weights are at least of its `min_version`.
 
         The client gets an invalid request's error in place of a sample.
         """

@@ -1,10 +1,8 @@
 """Grammars that answers follow, in an engine of vLLM's that starts without a tokenizer: vLLM's structured outputs.
 
-Invariants
-    GM-1  A form that cannot be compiled, or that leaves no token to draw, is its request's own error: it fails alone.
-    GM-2  All replicas, and all ranks of one, take and refuse the same forms, whatever they were asked before.
-    GM-3  Several ranks compile in the step's thread and without a time limit, so that they go on alike. They take only
-          forms that are quick to compile.
+A form that cannot be compiled, or that leaves no token to draw, fails its own request only. All replicas, and all ranks
+of one, accept and refuse the same forms, whatever requests came before. Several ranks compile in the step's thread and
+without a time limit, so that they stay alike, and accept only forms that are quick to compile.
 """
 
 import json
@@ -24,7 +22,7 @@ from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS, InvalidRequest
 from goaly.prompts.settings import ChatSettings
 
 BACKEND = "xgrammar"
-"""With "auto" vLLM would use the one that the first request needs, for all others too (GM-2)."""
+"""With "auto" vLLM would use the one that the first request needs, for all others too."""
 
 
 SLOW = ("regex", "grammar", "pattern", "patternProperties")
@@ -46,7 +44,7 @@ def refused(asked: Mapping[str, Any] | None, why: object) -> InvalidRequest:
 
 
 def refuse_slow(asked: Mapping[str, Any]) -> None:
-    """Raise ValueError for a form whose compilation could stop all requests for minutes (GM-3)."""
+    """Raise ValueError for a form whose compilation could stop all requests for minutes."""
     text = json.dumps(asked)
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"has {len(text)} characters, must have at most {MOST_CHARACTERS} with generator.tp > 1")
@@ -128,7 +126,7 @@ class Grammars:
 
     def _load(self) -> None:
         manager = self._core.engine_core.structured_output_manager
-        manager.executor = ThreadPoolExecutor(1)  # for one rank; several compile in the step's thread, all alike (GM-2)
+        manager.executor = ThreadPoolExecutor(1)  # for one rank; several compile in the step's thread, all alike
         manager.tokenizer = get_tokenizer(str(self._folder))
         if self._chat.reasoning_parser is not None:
             manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._chat.reasoning_parser)

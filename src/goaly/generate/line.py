@@ -4,11 +4,9 @@ A message between actors costs each side 0.4 ms of CPU, on a line 0.04 ms. Both 
 thread may send: the loop's thread would take the interpreter's lock from the engine's ten times for a message. Lines
 have no names in the file system, and the kernel closes them when a process ends, however it ends.
 
-Invariants
-    LN-1  A listener takes one line, and only from a process of the same user.
-    LN-2  Messages arrive whole, and those of one thread in order. A message that cannot be pickled is not sent at all.
-    LN-3  `ended` is called once, also if the other process was killed, and never after `close`.
-    LN-4  An exception while a message is handled ends the process (PR-1).
+A listener takes one line, and only from a process of the same user. Messages of one thread arrive whole and in order; a
+message that cannot be pickled is not sent at all. `ended` is called once, also if the other process was killed, and
+never after `close`. An exception while a message is handled ends the process (PR-1).
 """
 
 import asyncio
@@ -93,7 +91,7 @@ class Line(asyncio.Protocol):
         try:
             self._take(data)
         except Exception as error:  # asyncio would only log it, and close the line
-            give_up("a message on a line could not be handled", error)  # LN-4
+            give_up("a message on a line could not be handled", error)
 
     def _take(self, data: bytes) -> None:
         self._bytes += data
@@ -132,7 +130,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             end, _ = await loop.sock_accept(self._socket)  # a process that knows the address unblocks it
-            if is_own_user(end):  # LN-1
+            if is_own_user(end):
                 break
             end.close()
         self.close()

@@ -2,9 +2,8 @@
 
 Shape suffix: N tokens that the policy wrote, the stop token included.
 
-Invariants
-    ST-1  An answer ends with the token that completes a stop string. No token is cut, changed or taken back: text of
-          that token after the stop string stays in the answer.
+An answer ends with the token that completes a stop string. No token is cut, changed or taken back: text of that token
+after the stop string stays in the answer.
 """
 
 from array import array
@@ -48,7 +47,7 @@ class Sampling:
     top_p: float | None = None
     """Draw from the smallest set of tokens with at least this probability."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens; -1 is all of them."""
+    """Draw from the `top_k` most likely tokens; -1 is all of them."""
     min_p: float | None = None
     """Draw from the tokens with at least this share of the likeliest one's probability."""
     min_tokens: int | None = None
@@ -70,7 +69,7 @@ class Sampling:
     `chat.template_args` for that parser."""
     stop: str | Sequence[str] | None = None
     """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
-    stay in the answer. The last one stays whole even if the text ends inside it (ST-1)."""
+    stay in the answer. The last one stays whole even if the text ends inside it."""
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the answer and are its last token. They replace the run's, which are the model's own by
     default."""
@@ -291,7 +290,7 @@ CONTEXT_TOKENS = 6
 """Tokens of the prompt that are decoded together with the first token: some tokenizers decode the first word of a text
 differently."""
 LONGEST_CHARACTER = 4
-"""Bytes of the longest character: a character is spread over so many tokens at most."""
+"""Bytes of the longest character: a character is spread over at most as many tokens."""
 INCOMPLETE = "\ufffd"
 """Decoded in place of an incomplete character."""
 
@@ -336,7 +335,7 @@ class StopStrings:
         self._written = 0
 
     def wrote(self, token: int) -> str | None:
-        """Add the answer's next token; returns the stop string that it completes, if it does (ST-1)."""
+        """Add the answer's next token; returns the stop string that it completes, if it does."""
         self._written += 1
         new = self._text.wrote(token)
         text = self._tail + new

@@ -3,19 +3,14 @@
 Each process that samples has a router, so that requests travel from there to a replica directly. The generator service
 (in the controller) tells every router which replicas serve.
 
-Invariants
-    RO-1  When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
-          notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes
-          on after the tokens that its caller has, or fails if it cannot (PA-2).
-    RO-2  While no replica serves, requests wait; they do not fail. The service's next announcement ends the wait, or a
-          new connection to a living replica (RO-7).
-    RO-3  When a caller is cancelled, its request is cancelled at the replica too. So is a request that is retried
-          elsewhere, if its first replica lives.
-    RO-4  An application error of a replica is raised unchanged at the caller and is not retried.
-    RO-5  A replica is known by its name: announcing a replica that serves already has no effect on it.
-    RO-6  Sessions that find several replicas with the same load take them in turn, and each router starts with another.
-    RO-7  A broken connection is opened again after 1, 2, 4, ... seconds as long as its replica is announced: only the
-          service knows whether the replica died. `MOST_BREAKS` in a row without a sample end the process (PR-1).
+While no replica serves, requests wait; they do not fail. A cancelled caller's request is cancelled at the replica too.
+An application error of a replica reaches the caller unchanged and is not retried. Sessions that find several replicas
+with the same load take them in turn, and each router starts with another. A broken connection is opened again after 1,
+2, 4, ... seconds as long as its replica is announced; `MOST_BREAKS` in a row without a sample end the process (PR-1).
+
+    generate-10: When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
+        notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes on
+        after the tokens that its caller has, or fails if it cannot (generate-12).
 """
 
 import asyncio
@@ -40,7 +35,7 @@ SESSIONS_REMEMBERED = 65_536
 REOPEN_SECONDS = 1.0
 """Pause before a broken connection is opened again. It doubles each time."""
 MOST_BREAKS = 10
-"""After so many in a row, eight minutes after the first, a living replica counts as unreachable."""
+"""After this many in a row, eight minutes after the first, a living replica counts as unreachable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +52,7 @@ class Router:
     """Sends each request to one of the serving replicas."""
 
     def __init__(self, connect: "Callable[[Generator], Connection]" = Connection, *, first: int = 0):
-        """`connect` connects to the replica of a handle. Turns start with replica number `first` (RO-6)."""
+        """`connect` connects to the replica of a handle. Turns start with replica number `first`."""
         self._connect = connect
         self._turn = first
         self._handles: dict[str, Generator] = {}
@@ -67,7 +62,8 @@ class Router:
         self._some_replica = asyncio.Event()
 
     def update(self, handles: "Mapping[str, Generator]") -> None:
-        """Set the serving replicas, by name. Requests at a replica that is gone are retried at another (RO-1)."""
+        """Set the serving replicas, by name; known names stay as they are. Requests at one that is gone are retried at
+        another (generate-10)."""
         for replica in [replica for name, replica in self._replicas.items() if name not in handles]:
             self._remove(replica)
         self._handles = dict(handles)
@@ -109,7 +105,7 @@ class Router:
             except asyncio.CancelledError:
                 task = asyncio.current_task()  # a lost replica's connection cancels its futures, but not the task
                 if not replica.lost or (task is not None and task.cancelling()):
-                    connection.cancel(call_id)  # RO-3
+                    connection.cancel(call_id)
                     raise
             except ReplicaLost as error:
                 self._reconnect_later(replica, error)
@@ -127,7 +123,7 @@ class Router:
 
     async def _choose(self, session: str | None) -> _ConnectedReplica:
         while not self._replicas:
-            await self._some_replica.wait()  # RO-2: `_open` sets it
+            await self._some_replica.wait()  # `_open` sets it
         if session is not None and (known := self._replicas.get(self._sessions.get(session, ""))) is not None:
             return known
         replica = self._least_loaded()
@@ -141,17 +137,17 @@ class Router:
     def _least_loaded(self) -> _ConnectedReplica:
         replicas = list(self._replicas.values())
         count = len(replicas)
-        index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))  # RO-6
+        index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))
         self._turn = index + 1
         return replicas[index]
 
     def _open(self, name: str) -> None:
-        if name in self._handles and name not in self._replicas:  # RO-5
+        if name in self._handles and name not in self._replicas:
             self._replicas[name] = _ConnectedReplica(name, self._connect(self._handles[name]))
             self._some_replica.set()
 
     def _reconnect_later(self, replica: _ConnectedReplica, error: ReplicaLost) -> None:
-        """Open a broken connection again after a pause, unless the service announces the replica's death (RO-7)."""
+        """Open a broken connection again after a pause, unless the service announces the replica's death."""
         if replica.lost:
             return
         self._remove(replica)
@@ -165,6 +161,6 @@ class Router:
             return
         replica.lost = True
         del self._replicas[replica.name]
-        replica.connection.close()  # RO-3
+        replica.connection.close()
         if not self._replicas:
             self._some_replica.clear()

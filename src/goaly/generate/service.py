@@ -3,15 +3,13 @@
 The processes of a replica have a unique name by which routers know it: `generator-0`, then `generator-0-1` for its
 first replacement.
 
-Invariants
-    GS-1  A replica serves only after it has caught up to the newest version that the store has (GE-1).
-    GS-2  The death of any rank of a replica is the death of the replica: it leaves every routing table at once, its
-          other ranks are killed (one of them may wait for the dead one forever), and a replacement starts.
-    GS-3  A replacement that dies before it serves, that raises while it starts, or that takes longer than
-          `generator.start_minutes` counts as a death. More than `MAX_DEATHS` deaths within `WINDOW_SECONDS` of serving
-          end the run with an error that names the replica. Only serving time counts: deaths that are days apart are
-          forgiven, replacements that never serve are not, however slowly they fail.
-    GS-4  Routing tables reach every router in the order in which they changed.
+A replica serves only after it has caught up to the store's newest version (generate-8). Routing tables reach every
+router in the order in which they changed. A replacement that dies before it serves, that raises while it starts, or
+that takes longer than `generator.start_minutes` counts as a death. More than `MAX_DEATHS` deaths within
+`WINDOW_SECONDS` of serving time end the run with an error that names the replica; the time of starts does not count.
+
+    generate-11: The death of any rank of a replica is the death of the replica: it leaves every routing table at once,
+        its other ranks are killed (one of them may wait for the dead one forever), and a replacement starts.
 """
 
 import asyncio
@@ -43,7 +41,7 @@ Announce = Callable[[Mapping[str, Generator]], Awaitable[None]]
 
 @dataclass(kw_only=True, eq=False)
 class GeneratorService:
-    """Keeps so many generator replicas serving."""
+    """Keeps the configured number of generator replicas serving."""
 
     replicas: int
     spawn: Spawn
@@ -115,7 +113,7 @@ class GeneratorService:
             report = await self._deaths[replica.name]  # `lost` unblocks it
             replica.served += self.clock() - began
             del self._serving[replica.name]
-            await asyncio.gather(self._announce_serving(), self.kill(replica.name))  # GS-2
+            await asyncio.gather(self._announce_serving(), self.kill(replica.name))  # generate-11
             failure: str | None = f"died: {_last_line(report)}"
             while failure is not None:
                 self._count(replica, failure)
@@ -126,7 +124,7 @@ class GeneratorService:
             logger.warning("generator %d serves again", replica.index)
 
     def _count(self, replica: "_Replica", failure: str) -> None:
-        """Count a death; RunFailed if there were too many (GS-3)."""
+        """Count a death; RunFailed if there were too many."""
         recent = [death for death in replica.deaths if death > replica.served - WINDOW_SECONDS]
         replica.deaths = [*recent, replica.served]
         if len(replica.deaths) > MAX_DEATHS:
@@ -136,7 +134,7 @@ class GeneratorService:
             )
 
     async def _begin(self, replica: "_Replica") -> str | None:
-        """Spawn and start a replica; None if it serves (GS-1). Otherwise kill its processes and return the reason."""
+        """Spawn and start a replica; None if it serves. Otherwise kill its processes and return the reason."""
         name = replica.name
         death = self._deaths[name] = asyncio.get_running_loop().create_future()
         starting = asyncio.create_task(self._started(name), name=f"start {name}")
@@ -166,7 +164,7 @@ class GeneratorService:
         return ranks
 
     async def _announce_serving(self) -> None:
-        async with self._announcing:  # GS-4
+        async with self._announcing:
             await self.announce(self._first_ranks())
 
     def _first_ranks(self) -> dict[str, Generator]:

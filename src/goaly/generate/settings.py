@@ -165,7 +165,7 @@ class SamplingSettings(Settings):
     """Sample from the smallest set of tokens with at least this probability; 1 is all tokens. For evaluations: it must
     be 1 in a run that trains."""
     top_k: Literal[-1] | PositiveInt = -1
-    """Sample from so many of the most likely tokens; -1 is all tokens. For evaluations: it must be -1 in a run that
+    """Sample from the `top_k` most likely tokens; -1 is all tokens. For evaluations: it must be -1 in a run that
     trains."""
     min_p: Share = 0.0
     """Sample from the tokens with at least this share of the most likely token's probability; 0 is all tokens. For

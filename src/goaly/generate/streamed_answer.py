@@ -1,10 +1,10 @@
 """The parts of an answer that a caller gets while it is sampled, and how such an answer goes on at another replica.
 
-Invariants
-    PA-1  The parts of an answer are its tokens in their order, each once, with its log-probability and version, and
-          without the tokens of the last step: those come with the sample, which has all of them.
-    PA-2  A part that a caller has is never taken back. If its replica dies, another one continues from it; an answer
-          for which that would change the distribution fails with `AnswerBroken`.
+The parts of an answer are its tokens in their order, each once, with its log-probability and version, and without the
+tokens of the last step: those come with the sample, which has all of them.
+
+    generate-12: A part that a caller has is never taken back. If its replica dies, another one continues from it; an
+        answer for which that would change the distribution fails with `AnswerBroken`.
 """
 
 from collections.abc import Callable

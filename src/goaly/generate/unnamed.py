@@ -1,7 +1,6 @@
 """No names in shared memory for vLLM's engines.
 
-Invariants
-    EN-4  Engines make no named shared memory or semaphore, so a killed run leaks none.
+Engines make no named shared memory or semaphore, so a killed run leaks none.
 """
 
 import multiprocessing
@@ -11,7 +10,7 @@ from goaly.generate.cpu_ranks import CpuRanks
 
 
 def unname_semaphores() -> None:
-    """Before an engine's start: give vLLM and its progress bars locks without names (EN-4).
+    """Before an engine's start: give vLLM and its progress bars locks without names.
 
     Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
     """
@@ -25,7 +24,7 @@ def unname_semaphores() -> None:
 
 
 def leave_no_named_shared_memory() -> None:
-    """Before an engine's start: let vLLM's ranks make no named shared memory (EN-4).
+    """Before an engine's start: let vLLM's ranks make no named shared memory.
 
     Ranks on a CPU get ours. Message queues would keep names until the end of the start, and are not made: the rare
     objects that ranks exchange go through the process group.

@@ -217,7 +217,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
     def weights_changed(self) -> None:
         """Make what is computed from the parameters anew, after they were overwritten."""
         for pack in self._packs:
-            pack()  # KE-1
+            pack()
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live parameters that weight updates fill, by torchtitan's names. With tp > 1 they are DTensors in the

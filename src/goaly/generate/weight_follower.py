@@ -3,15 +3,14 @@
 Rank 0 waits for versions and sends them to the other ranks. A version is applied once every rank has prefetched its
 part.
 
-Invariants
-    FO-1  Ranks apply the same versions at the same steps: rank 0 sends each version to all, they vote, and rank 0
-          schedules the update.
-    FO-2  A rank's prefetched weights are not overwritten before its engine has applied them.
-    FO-3  Rank 0's lease lasts until all ranks have copied the version, and no longer: it is released after their vote.
-    FO-4  A rank whose pull or link fails does not vote. `run` raises, its process ends (GE-4), and with it the others.
-          So it does if the weights that were fetched or applied are not those that were published (weights-8).
-    FO-5  A store that dies fails nobody, if another one takes its place within `REPLACE_SECONDS`: its ranks wait for
-          that one, vote against the version that they could not get, and change to it between two updates.
+Rank 0's lease lasts until all ranks have copied the version: it is released after their vote. A rank whose pull, link
+or check of the weights (weights-8) fails does not vote: `run` raises, and its process ends (generate-9). A store that
+dies fails no replica if another one takes its place within `REPLACE_SECONDS`: ranks vote against the version that they
+could not get, and change to the new store between two updates.
+
+    generate-13: Ranks apply the same versions at the same steps: rank 0 sends each version to all, they vote, and rank
+        0 schedules the update.
+    generate-14: A rank's prefetched weights are not overwritten before its engine has applied them.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class WeightFollower:
         return self._verified_before + self._versions.verified_updates
 
     def use(self, versions: "Subscriber") -> None:
-        """Follow another store's versions from the next update on: this store has died (FO-5)."""
+        """Follow another store's versions from the next update on: this store has died."""
         if self._next is not None:
             self._next.drop()
         self._next = versions
@@ -77,8 +76,8 @@ class WeightFollower:
             lease: Lease = await _in_thread(self._link.receive)
             self._change_store()
             if await self._prefetch(lease.version, lease):
-                await self._loop.version_at_least(lease.version)  # FO-2
-                await self._versions.verify_applied()  # FO-4
+                await self._loop.version_at_least(lease.version)  # generate-14
+                await self._versions.verify_applied()
 
     async def catch_up(self) -> None:
         """Rank 0: wait for newer weights and apply them on every rank, unless a rank could not get them."""
@@ -90,24 +89,24 @@ class WeightFollower:
             await _in_thread(self._link.send, self._versions.held)
         if await self._prefetch(version):
             released = self._unless_dead(self._versions.release())
-            await asyncio.gather(released, self._loop.apply(version))  # FO-3: a drain may take long
-            await self._versions.verify_applied()  # FO-4
+            await asyncio.gather(released, self._loop.apply(version))  # a drain may take long
+            await self._versions.verify_applied()
 
     async def _prefetch(self, version: int, lent: Lease | None = None) -> bool:
-        ready = await self._unless_dead(self._versions.prefetch(version, lent)) or False  # FO-4
-        if self._link is None or not (ready := await _in_thread(self._link.all_agree, ready)):  # FO-1
+        ready = await self._unless_dead(self._versions.prefetch(version, lent)) or False
+        if self._link is None or not (ready := await _in_thread(self._link.all_agree, ready)):  # generate-13
             return ready
-        await _in_thread(self._versions.verify_together, self._link.gathered)  # FO-4
+        await _in_thread(self._versions.verify_together, self._link.gathered)
         return await _in_thread(self._link.all_agree, True)  # no rank applies what another one is still verifying
 
     async def _unless_dead(self, call: Awaitable[T]) -> T | None:
-        """The answer of a call to the store, or None if that has died and another one takes its place (FO-5)."""
+        """The answer of a call to the store, or None if that has died and another one takes its place."""
         answered = await unless(self._replaced, call)
         if answered is not None and isinstance(died := answered.exception(), SupervisionError):
             try:
                 await asyncio.wait_for(self._replaced.wait(), REPLACE_SECONDS)  # unblocked by `use`
             except TimeoutError:
-                raise died from None  # FO-4
+                raise died from None
             return None
         return None if answered is None else answered.result()
 

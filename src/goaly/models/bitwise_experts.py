@@ -85,7 +85,7 @@ class BitwiseExperts(Experts):
         return networks(x_RD, w1, w2, w3, num_tokens_per_expert_E.tolist(), self._slices(), self.packed)
 
     def pack(self) -> None:
-        """Keep the weights in the kernel's order for the passes to come; to be called anew when they change (KE-1)."""
+        """Keep the weights in the kernel's order for the passes to come; to be called anew when they change."""
         w1, w2, w3 = self._networks()
         if fit_kernel(w1, self._slices()):
             check_kernel(w1, self._slices())  # `by_kernel` does not

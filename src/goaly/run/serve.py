@@ -1,6 +1,6 @@
 """Serves a policy outside of training: generators in processes of their own, and the HTTP endpoint in this one.
 
-A generator that dies is replaced (GS-2); one that dies again and again ends the server (GS-3). However the block is
+A generator that dies is replaced (generate-11); one that dies again and again ends the server. However the block is
 left, no process of the server is left.
 """
 

@@ -189,7 +189,7 @@ async def test_arguments_of_the_template_that_a_parser_cannot_have_are_the_clien
         assert served.scripted.asked == []
 
 
-async def test_several_ranks_take_only_forms_that_are_quick_to_compile() -> None:  # GM-3
+async def test_several_ranks_take_only_forms_that_are_quick_to_compile() -> None:
     named: Any = {"type": "object", "properties": {"pattern": {"type": "string", "maxLength": 100}}}
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}}
     for form in ({"json": named}, {"json": json.dumps(named)}, {"json_object": True}, {"choice": ["a", "[b"]}):

@@ -180,7 +180,7 @@ async def test_a_client_that_goes_away_amid_a_stream_has_its_request_cancelled(s
 
 async def test_a_stream_whose_answer_cannot_go_on_ends_with_an_error_and_a_repeat_is_sampled_again(
     serve: Serve,
-) -> None:  # PA-2
+) -> None:  # generate-12
     for ask, kinds in ((chat, openai.APIError), (response, openai.APIError), (message, anthropic.APIStatusError)):
         with serve(wrote(ANSWER, "hm"), wrote("another", "hm")) as served:
             served.scripted.shows, served.scripted.breaks = 12, AnswerBroken("its generator died")

@@ -119,7 +119,7 @@ async def test_many_requests_at_once_all_get_their_own_sample(loop):
 
 
 @pytest.mark.timeout(20)
-async def test_an_engine_is_told_when_a_requests_conversation_began(loop):  # EN-2
+async def test_an_engine_is_told_when_a_requests_conversation_began(loop):  # generate-4
     await loop.generate("new", [1], Sampling(max_tokens=1))
     await loop.generate("next", [1], Sampling(max_tokens=1), begun_at=4)
     assert loop._engine.begun_at == {"new": None, "next": 4}
@@ -137,7 +137,7 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
 
 @pytest.mark.timeout(20)
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
-    """PA-1, LO-2"""
+    """generate-1"""
     parts: list[AnswerPart] = []
     came = asyncio.Event()
 
@@ -223,7 +223,6 @@ class Broken:
     ids=["its engine", "a leader's link", "a follower's link"],
 )
 async def test_a_rank_whose_engine_or_link_breaks_ends_its_process(engine, monkeypatch, link, why):
-    """LO-3"""
     events = asyncio.get_running_loop()
     ended: asyncio.Future[str] = events.create_future()
 
@@ -265,7 +264,6 @@ def works() -> list[str]:
 async def test_steps_and_messages_to_ranks_are_work_that_may_get_stuck_but_waiting_for_commands_is_not(
     engine, monkeypatch
 ):
-    """LO-4"""
     monkeypatch.setattr(watchdog, "_watchdog", WorkWatchdog(1000.0))
     step, stepping = engine.step, []
 
@@ -296,7 +294,7 @@ async def test_steps_and_messages_to_ranks_are_work_that_may_get_stuck_but_waiti
 
 @pytest.mark.timeout(20)
 async def test_closing_ends_what_is_still_running_with_an_error_that_says_so(engine):
-    """LO-2"""
+    """generate-1"""
     loop = EngineLoop(engine, SETTINGS, lambda: 1)
     call = asyncio.ensure_future(loop.generate("endless", [1], ENDLESS, min_version=0))
     waiter = asyncio.ensure_future(loop.version_at_least(9))

@@ -83,7 +83,7 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
     await call(generator, "tell", "dies", Isolate("dies.suspect"))
     client.kill()
     await client.wait()
-    assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2", "dies.suspect"]  # GE-5
+    assert sorted(await asyncio.wait_for(ended, 10)) == ["dies.0", "dies.2", "dies.suspect"]
     running.clear()
     await call(generator, "close")
     await asyncio.gather(*connected)

@@ -60,13 +60,13 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
         one.send([1, threading.Lock()])
     one.send("the last")
     for message in [*messages, "the last"]:
-        assert await there.messages.get() == message  # LN-2
+        assert await there.messages.get() == message
     for message in messages:
         assert await here.messages.get() == (message, None)
     one.close()
     await there.ends.get()
     other.send("too late")
-    assert here.ends.empty()  # LN-3: it closed itself
+    assert here.ends.empty()  # it closed itself
     assert there.ends.empty()
 
 
@@ -86,7 +86,7 @@ async def test_messages_of_several_threads_arrive_whole_and_those_of_each_in_ord
             assert len(data) == number % 7 * 10_000
             came[thread].append(number)
         await sending
-        assert list(came.values()) == [list(range(300))] * 3  # LN-2
+        assert list(came.values()) == [list(range(300))] * 3
         assert not one._is_full
     one.close()
     await there.ends.get()
@@ -148,13 +148,13 @@ async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends
     replica: Any = SimpleNamespace(connect=SimpleNamespace(call_one=connect))
     connection = Connection(replica)
     turns = [connection.wait_turn(name) for name in ("never sent", "suspect")]
-    connection.cancel("never sent")  # LI-2
+    connection.cancel("never sent")  # generate-2
     there = Received()
     line = await open_line((await asked).line, there.messages.put_nowait, there.end)
     suspect = (await there.messages.get()).request_id
     assert own_name(suspect) == "suspect"
     connection.cancel("suspect")
-    assert await there.messages.get() == Withdraw([suspect])  # LI-2
+    assert await there.messages.get() == Withdraw([suspect])  # generate-2
     assert all(turn.cancelled() for turn in turns)
 
     def refuse(part: AnswerPart) -> None:
@@ -180,7 +180,7 @@ async def test_a_message_that_cannot_be_handled_ends_the_process(monkeypatch: py
     there.messages.put_nowait = Mock(side_effect=LookupError("no such client"))
     one, other = await pair(here, there)
     one.send("hello")
-    assert "no such client" in await gave_up.get()  # LN-4
+    assert "no such client" in await gave_up.get()
     one.close()
     other.close()
 
@@ -191,8 +191,8 @@ async def test_the_end_of_a_killed_process_ends_its_line() -> None:
         await listener.take(here.messages.put_nowait, here.end)
         assert await here.messages.get() == "hello"
         process.kill()
-        await here.ends.get()  # LN-3
-    with pytest.raises(OSError, match="refused"):  # LN-1
+        await here.ends.get()
+    with pytest.raises(OSError, match="refused"):
         await open_line(listener.address, here.messages.put_nowait, here.end)
 
 
@@ -205,7 +205,7 @@ async def test_a_process_of_another_user_gets_no_line() -> None:
         with caller(listener.address, os.getuid()) as ours:
             line = await taken
             assert await here.messages.get() == "hello"
-            assert here.messages.empty()  # LN-1
+            assert here.messages.empty()
             line.close()
             ours.kill()
         stranger.kill()

@@ -16,7 +16,7 @@ from tests.unit.generate.fake_replicas import POISON, Fleet, announce, ask, sett
 async def test_a_request_that_kills_replicas_fails_alone_and_all_the_others_get_their_sample(
     replicas: int, routers: int
 ) -> None:
-    """RO-1, with several routers whose requests are all beside the poison each time."""
+    """generate-10, with several routers whose requests are all beside the poison each time."""
     fleet = Fleet()
     serving = [f"replica {n}" for n in range(replicas)]
     all_routers = [fleet.router(first=n) for n in range(routers)]

@@ -31,7 +31,6 @@ async def test_requests_go_to_the_least_loaded_replica() -> None:
 
 
 async def test_sessions_of_many_routers_come_out_even_over_equal_replicas() -> None:
-    """RO-6"""
     fleet = Fleet("a", "b", "c", "d")
     for replica in fleet.replicas.values():
         replica.gate.clear()
@@ -49,13 +48,12 @@ async def test_sessions_of_many_routers_come_out_even_over_equal_replicas() -> N
 
 
 async def test_replicas_with_the_same_load_take_turns() -> None:
-    """RO-6"""
     router = (fleet := Fleet("a", "b", "c")).router(first=1)
     announce(router, fleet.replicas)
     assert [await ask(router, f"r{i}") for i in range(6)] == ["b", "c", "a", "b", "c", "a"]
 
 
-async def test_a_replica_is_told_when_a_requests_conversation_began() -> None:  # EN-2
+async def test_a_replica_is_told_when_a_requests_conversation_began() -> None:  # generate-4
     router, one, _ = one_and_two()
     announce(router, ["one"])
     await router.generate("r", [1], Sampling(), 0, None, None, 7)
@@ -83,9 +81,9 @@ async def test_requests_of_a_lost_replica_finish_elsewhere_without_their_caller_
     tasks = [asyncio.create_task(ask(router, f"r{i}")) for i in range(3)]
     await settled()
     assert len(one.seen) == 3
-    announce(router, ["two"])  # RO-1
+    announce(router, ["two"])  # generate-10
     assert await asyncio.gather(*tasks) == ["two"] * 3
-    assert one.connections[0].closed  # RO-3: `Connection.close` cancels them there
+    assert one.connections[0].closed  # `Connection.close` cancels them there
     assert len(two.seen) == 3
 
 
@@ -98,16 +96,15 @@ async def test_requests_move_at_once_when_their_connection_breaks_before_the_dea
     one.die()
     await settled()
     assert one.connections[0].closed
-    assert not any(task.done() for task in tasks)  # RO-2
+    assert not any(task.done() for task in tasks)
     announce(router, ["two"])
-    assert await asyncio.gather(*tasks) == ["two"] * 3  # RO-1
+    assert await asyncio.gather(*tasks) == ["two"] * 3  # generate-10
     assert two.seen == ["r0.1", "r1.1", "r2.1"]
 
 
 async def test_a_connection_to_a_living_replica_opens_again_and_nobody_has_to_announce_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """RO-7"""
     monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
     router, one, _ = one_and_two()
     announce(router, ["one"])
@@ -128,7 +125,6 @@ async def test_a_connection_to_a_living_replica_opens_again_and_nobody_has_to_an
 
 
 async def test_a_connection_stays_broken_once_its_replica_is_announced_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RO-7"""
     monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
     router, one, _ = one_and_two()
     announce(router, ["one", "two"])
@@ -146,7 +142,6 @@ async def test_a_connection_stays_broken_once_its_replica_is_announced_no_more(m
 async def test_a_connection_that_breaks_again_and_again_without_a_sample_ends_the_process_and_a_sample_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """RO-7"""
     monkeypatch.setattr(routing, "REOPEN_SECONDS", 0.0)
     reasons = list[str]()
     monkeypatch.setattr(routing, "give_up", lambda why, error: reasons.append(f"{why}: {error}"))
@@ -173,7 +168,6 @@ async def test_a_connection_that_breaks_again_and_again_without_a_sample_ends_th
 
 
 async def test_an_announcement_of_the_same_names_keeps_the_lines_and_asks_nothing_again() -> None:
-    """RO-5"""
     router, one, two = one_and_two()
     announce(router, ["one"])
     one.gate.clear()
@@ -203,7 +197,7 @@ async def test_with_no_replica_requests_wait_for_one() -> None:
     router, one, _ = one_and_two()
     task = asyncio.create_task(ask(router))
     await settled()
-    assert not task.done()  # RO-2
+    assert not task.done()
     announce(router, ["one"])
     assert await task == "one"
     announce(router, [])
@@ -224,7 +218,7 @@ async def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert one.cancelled == ["mine"]  # RO-3
+    assert one.cancelled == ["mine"]
 
 
 async def test_a_caller_cancelled_as_its_replica_dies_is_cancelled_not_retried() -> None:
@@ -246,11 +240,11 @@ async def test_an_application_error_reaches_the_caller_and_is_not_retried() -> N
     announce(router, ["one", "two"])
     with pytest.raises(ValueError, match="bad request"):
         await ask(router)
-    assert len(one.seen) + len(two.seen) == 1  # RO-4
+    assert len(one.seen) + len(two.seen) == 1
 
 
 async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_that_its_caller_has() -> None:
-    """PA-2"""
+    """generate-12"""
     router, one, two = one_and_two()
     announce(router, ["one"])
     parts: list[AnswerPart] = []
@@ -276,7 +270,7 @@ async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_tha
 
 @pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "a*"}}, {"presence_penalty": 1.0}])
 async def test_a_streamed_answer_whose_rest_would_have_another_distribution_fails(form: dict[str, Any]) -> None:
-    """PA-2"""
+    """generate-12"""
     router, one, two = one_and_two()
     announce(router, ["one"])
     asked = Sampling(max_tokens=8, **form)

@@ -22,12 +22,12 @@ def ask(mode: str, *commands: Command) -> Scheduler:
 
 def test_a_request_waits_for_its_version_and_starts_in_the_round_that_applies_it():
     scheduler = ask("recompute", add("new", min_version=2), add("any"))
-    assert scheduler.next(running=0) == ([add("any")], [])  # CO-1
+    assert scheduler.next(running=0) == ([add("any")], [])
     assert not scheduler.has_work(running=0)
     scheduler.submit(Apply(1))
     assert scheduler.next(running=1) == ([Apply(1)], [])
     scheduler.submit(Apply(2))
-    assert scheduler.next(running=1) == ([Apply(2), add("new", min_version=2)], [])  # CO-4
+    assert scheduler.next(running=1) == ([Apply(2), add("new", min_version=2)], [])
 
 
 def test_draining_holds_everything_back_until_the_engine_is_idle():
@@ -35,7 +35,7 @@ def test_draining_holds_everything_back_until_the_engine_is_idle():
     scheduler.next(running=0)
     scheduler.submit(Apply(1))
     scheduler.submit(add("second"))
-    assert scheduler.next(running=1) == ([], [])  # CO-2
+    assert scheduler.next(running=1) == ([], [])
     assert scheduler.next(running=0) == ([Apply(1), add("second")], [])
 
 
@@ -60,7 +60,7 @@ def test_what_there_is_no_room_for_waits_and_starts_in_the_order_it_came():
     assert scheduler.next(running=0) == ([add("a"), add("b")], [])
     assert scheduler.next(running=2) == ([], [])
     scheduler.submit(Apply(1))
-    assert scheduler.next(running=1) == ([Apply(1), add("late", min_version=1)], [])  # CO-3
+    assert scheduler.next(running=1) == ([Apply(1), add("late", min_version=1)], [])
     assert scheduler.next(running=1) == ([add("c")], [])
 
 

@@ -176,10 +176,10 @@ async def test_a_dead_replica_leaves_at_once_its_other_ranks_are_killed_and_a_ne
     stage.starts["generator-0-1"] = caught_up.wait
     async with serving(stage, 2) as service:
         assert service.lost("generator-0", "killed")
-        assert await stage.announced.get() == ["generator-1"]  # GS-2
+        assert await stage.announced.get() == ["generator-1"]  # generate-11
         await until(lambda: len(stage.spawned) >= 3)
-        assert stage.killed == ["generator-0"]  # GS-2
-        assert stage.announced.empty()  # GS-1
+        assert stage.killed == ["generator-0"]  # generate-11
+        assert stage.announced.empty()
         caught_up.set()
         assert await stage.announced.get() == ["generator-0-1", "generator-1"]
         assert service.lost("generator-0", "told once more, by who noticed late")
@@ -189,7 +189,6 @@ async def test_a_dead_replica_leaves_at_once_its_other_ranks_are_killed_and_a_ne
 
 @pytest.mark.parametrize("start", [dies, raises, hangs])
 async def test_a_replacement_that_cannot_start_is_killed_and_replaced_in_its_turn(start) -> None:
-    """GS-3"""
     stage = Stage()
     stage.starts["generator-0-1"] = start
     async with serving(stage, 1, start_minutes=0.0001) as service:
@@ -237,7 +236,6 @@ async def under_supervision(stage: Stage) -> tuple[GeneratorService, asyncio.Tas
 
 
 async def test_a_replica_that_keeps_dying_ends_the_run_with_its_name_and_the_last_report() -> None:
-    """GS-3"""
     stage = Stage()
     service, supervision = await under_supervision(stage)
     await die(stage, service, MAX_DEATHS, every=WINDOW_SECONDS / (MAX_DEATHS + 1))
@@ -249,7 +247,6 @@ async def test_a_replica_that_keeps_dying_ends_the_run_with_its_name_and_the_las
 
 
 async def test_deaths_that_are_far_apart_are_forgiven() -> None:
-    """GS-3"""
     stage = Stage()
     async with serving(stage, 1) as service:
         await die(stage, service, 4 * MAX_DEATHS, every=WINDOW_SECONDS / MAX_DEATHS)
@@ -257,7 +254,6 @@ async def test_deaths_that_are_far_apart_are_forgiven() -> None:
 
 
 async def test_replacements_that_never_serve_end_the_run_however_slowly_they_fail() -> None:
-    """GS-3"""
     stage = Stage()
 
     async def fails_after_an_hour() -> None:
@@ -272,7 +268,6 @@ async def test_replacements_that_never_serve_end_the_run_however_slowly_they_fai
 
 
 async def test_tables_reach_the_routers_in_the_order_in_which_they_became_true() -> None:
-    """GS-4"""
     stage = Stage()
     async with serving(stage, 2) as service:
         stage.may_announce.clear()

@@ -37,7 +37,7 @@ def found(stops: list[str], written: list[int], **options) -> tuple[int, str] | 
         (["bab"], [1], None),  # the prompt ends with "ab": a stop string lies in the answer
     ],
 )
-def test_a_stop_string_is_found_with_the_token_that_completes_it(stops, written, where):  # ST-1
+def test_a_stop_string_is_found_with_the_token_that_completes_it(stops, written, where):
     assert found(stops, written) == where
 
 

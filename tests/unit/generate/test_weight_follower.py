@@ -121,7 +121,7 @@ def follower(versions: Versions, loop: Draining, link: Heard | None) -> WeightFo
 async def test_a_version_is_held_no_longer_than_it_is_copied_however_long_its_apply_waits() -> None:
     versions, loop = Versions(), Draining()
     following = asyncio.ensure_future(follower(versions, loop, None).run())
-    await asyncio.wait_for(versions.released.wait(), 5)  # FO-3
+    await asyncio.wait_for(versions.released.wait(), 5)
     assert loop.version == 0
     loop.drained.set()
     await asyncio.wait_for(following, 5)  # and ends with the last version, without an error
@@ -130,7 +130,7 @@ async def test_a_version_is_held_no_longer_than_it_is_copied_however_long_its_ap
 
 @pytest.mark.parametrize("link", [None, Heard(1, 2)], ids=["alone", "a follower"])
 async def test_what_is_held_ready_is_not_overwritten_before_the_engine_has_applied_it(link: Heard | None) -> None:
-    """FO-2"""
+    """generate-14"""
     versions, loop = Versions(last=2), Draining()
     following = asyncio.ensure_future(follower(versions, loop, link).run())
     if link is None:
@@ -149,7 +149,7 @@ async def test_what_is_held_ready_is_not_overwritten_before_the_engine_has_appli
 
 
 async def test_a_version_that_some_rank_could_not_get_is_passed_over_by_all() -> None:
-    """FO-1"""
+    """generate-13"""
     versions, loop, link = Versions(), Draining(), Heard(1, agreed=False)
     following = asyncio.ensure_future(follower(versions, loop, link).run())
     await asyncio.wait_for(asyncio.to_thread(link.voted.wait), 5)
@@ -161,7 +161,7 @@ async def test_a_version_that_some_rank_could_not_get_is_passed_over_by_all() ->
 
 @pytest.mark.parametrize("link", [None, Heard(1)], ids=["alone", "a follower"])
 async def test_a_pull_that_fails_ends_the_following_and_no_vote_is_given(link: Heard | None) -> None:
-    """FO-4. The task is vital (GE-4): the rank's process ends, and nobody waits for its vote."""
+    """The task is vital (generate-9): the rank's process ends, and nobody waits for its vote."""
     versions = Versions()
     versions.failure = WeightsError("written over")
     with pytest.raises(WeightsError, match="written over"):
@@ -169,7 +169,7 @@ async def test_a_pull_that_fails_ends_the_following_and_no_vote_is_given(link: H
     assert link is None or link.votes == []
 
 
-async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wrong() -> None:  # FO-4
+async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wrong() -> None:
     versions, loop, link = Versions(), Draining(), Heard(1, agreed=False)
     running = asyncio.ensure_future(follower(versions, loop, link).run())
     await asyncio.to_thread(link.voted.wait, 5)
@@ -189,7 +189,7 @@ async def test_ranks_verify_together_what_all_of_them_have_and_end_if_it_is_wron
 
 
 @pytest.mark.parametrize("link", [None, Heard(1)], ids=["alone", "a follower"])
-async def test_a_rank_looks_at_what_it_has_applied_and_ends_if_it_differs(link: Heard | None) -> None:  # FO-4
+async def test_a_rank_looks_at_what_it_has_applied_and_ends_if_it_differs(link: Heard | None) -> None:
     versions, loop = Versions(), Draining()
     versions.altered = WeightsError("differs from what was fetched")
     running = asyncio.ensure_future(follower(versions, loop, link).run())
@@ -203,7 +203,7 @@ async def test_a_rank_looks_at_what_it_has_applied_and_ends_if_it_differs(link: 
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["silent", "reported"])
-async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_known: bool) -> None:  # FO-5
+async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_known: bool) -> None:
     versions, newer, loop = Versions(last=9), Versions(last=4), Draining()
     loop.version, versions.dead = 3, not is_known
     versions.failure = SupervisionError("the hub died")
@@ -220,7 +220,7 @@ async def test_a_replica_goes_on_with_the_store_that_replaces_a_dead_one(is_know
     assert versions.dropped
 
 
-async def test_a_rank_that_cannot_get_a_version_of_a_dead_store_votes_against_it_and_lives() -> None:  # FO-5
+async def test_a_rank_that_cannot_get_a_version_of_a_dead_store_votes_against_it_and_lives() -> None:
     versions, newer, loop = Versions(), Versions(), Draining()
     versions.failure = SupervisionError("the hub died")
     link = Heard(1, agreed=False)
@@ -243,4 +243,4 @@ async def test_a_rank_that_loses_the_store_and_hears_of_no_other_one_ends(monkey
     versions = Versions()
     versions.failure = SupervisionError("the connection broke")
     with pytest.raises(SupervisionError):
-        await asyncio.wait_for(follower(versions, Draining(), None).run(), 5)  # FO-4
+        await asyncio.wait_for(follower(versions, Draining(), None).run(), 5)

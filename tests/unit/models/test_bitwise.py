@@ -66,7 +66,7 @@ def test_a_bfloat16_product_is_as_accurate_as_an_ordinary_one(features: int, wid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slices", [1, 2])
 @torch.no_grad()
-def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1, KE-1
+def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1
     threads: int, slices: int, dtype: torch.dtype
 ):
     config = BitwiseLinear.Config(in_features=96, out_features=40, slices=slices)

@@ -160,7 +160,7 @@ def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_comp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  # BE-2 KE-1
+def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  # BE-2
     threads: int, dtype: torch.dtype
 ):
     experts = layer(dtype=dtype)

@@ -82,7 +82,7 @@ async def test_an_episode_that_goes_on_in_another_process_has_other_requests_and
     assert type(full.value) is ContextFull
 
 
-async def test_all_requests_of_an_episode_go_on_with_the_cache_of_its_first_token():  # EN-2
+async def test_all_requests_of_an_episode_go_on_with_the_cache_of_its_first_token():  # generate-4
     sampler = Recorder()
     one = policy(sampler)
     for sampler.version in (3, 5, 7):
