@@ -13,17 +13,14 @@ game passes if it goes from under 0.43, the share that a player wins who only ne
 The exit code is 1 if anything has not passed.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.machine import Machine, exit_on_terminate
 from bench.recipes import Finished, Recipe, Runs, latest, named, recipe, remaining, run_all, table
-from bench.record import finished
+from bench.report import Machine, exit_on_terminate, finished, options, write
 
 FILES = Path("configs/agent")
 
@@ -90,11 +87,8 @@ def report(runs: Runs, seeds: int) -> Mapping[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, print the table, write what was asked for, and say what has not passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "json", seeds=3, runs=Path("docs/results/agent_learning.jsonl"))
     parser.add_argument("--only", help="names of agents, such as calculator,guessing; all if not given")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--runs", type=Path, default=Path("docs/results/agent_learning.jsonl"))
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     exit_on_terminate()
     try:
@@ -104,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_all(remaining(work, finished(arguments.runs, Finished)), arguments.runs, minutes=float("inf"))
     runs = latest(work, finished(arguments.runs, Finished))
     print(f"{Machine.now()}\n\n{table(runs)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report(runs, arguments.seeds), indent=1) + "\n")
+    write(arguments.json, report(runs, arguments.seeds))
     found = complaints(runs, arguments.seeds)
     print("\n".join(found))
     return 1 if found else 0

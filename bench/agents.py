@@ -29,7 +29,6 @@ of the tickets that fewer than a thousand sessions run. `running` is the median 
 Every finished run is a line of the `--runs` file, and is not repeated; `--arms` names the arms to measure now.
 """
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -42,8 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.loop import measure_alone, measure_arm, with_context
-from bench.machine import Machine
-from bench.record import append, finished
+from bench.report import Machine, append, finished, options, write
 from bench.tail import EpisodeFunction, drawn
 from goaly.config import load
 from goaly.config.schema import plain
@@ -210,15 +208,10 @@ def measure(config: RunConfig, tokens: int, number: int, arm: str, place: Path) 
 
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/grpo/tiny.yaml")
+    parser = options(__doc__, "json", config="configs/grpo/tiny.yaml", tokens=64, steps=120, rounds=3)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arms", default=",".join((ALONE, *ARMS)))
     parser.add_argument("--runs", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-agents-"))
@@ -248,11 +241,10 @@ def main() -> None:
         return
     found = numbers(runs)
     print(json.dumps(found, indent=1))
-    if arguments.json:
-        of_async = [run for run in runs if run.arm == ASYNC]
-        facts = {"turn_tokens": arguments.tokens, "machine": of_async[0].machine, "last_step": of_async[0].last_step}
-        record = {**found, **facts}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    of_async = [run for run in runs if run.arm == ASYNC]
+    facts = {"turn_tokens": arguments.tokens, "machine": of_async[0].machine, "last_step": of_async[0].last_step}
+    record = {**found, **facts}
+    write(arguments.json, record)
 
 
 if __name__ == "__main__":

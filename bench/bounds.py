@@ -11,17 +11,13 @@ line of the `--runs` file and is not repeated. With `--minutes` no run starts af
 same seed. Ranges are 95 % intervals over the seeds.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.interval import Interval
-from bench.machine import Machine, exit_on_terminate
 from bench.recipes import CONFIGS, Finished, latest, recipe, remaining, run_all
-from bench.record import finished
+from bench.report import Interval, Machine, exit_on_terminate, finished, options, write
 
 CONFIG = CONFIGS / "grpo" / "tiny.yaml"
 FIRST_SEED = 100
@@ -74,13 +70,8 @@ def markdown(found: Mapping[int, Mapping[str, Interval]], machine: Machine) -> s
 def main() -> None:
     """Run what is missing, print, and write the files."""
     exit_on_terminate()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "json", "markdown", seeds=5, minutes=600.0, runs=Path("docs/results/bounds.jsonl"))
     parser.add_argument("--bounds", default="0,2,8")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=600.0)
-    parser.add_argument("--runs", type=Path, default=Path("docs/results/bounds.jsonl"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     machine = Machine.now()
     bounds = [int(bound) for bound in arguments.bounds.split(",")]
@@ -97,12 +88,10 @@ def main() -> None:
     found = numbers({bound: by_name[f"bound/{bound}"] for bound in bounds})
     page = markdown(found, machine)
     print(page[page.index("| bound") :])
-    if arguments.json is not None:
-        result: dict[str, Any] = {"machine": machine.record()}
-        result["bounds"] = {bound: {name: asdict(one) for name, one in row.items()} for bound, row in found.items()}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(page)
+    result: dict[str, Any] = {"machine": machine.record()}
+    result["bounds"] = {bound: {name: asdict(one) for name, one in row.items()} for bound, row in found.items()}
+    write(arguments.json, result)
+    write(arguments.markdown, page)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ always killed while it starts. A run whose controller was killed, or that ended 
 The exit code is 1 if anything was lost, doubled, failed, unaccounted or left, or if the replay found a difference.
 """
 
-import argparse
 import json
 import os
 import random
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.durable import Launched
-from bench.machine import Machine, exit_on_terminate
+from bench.report import Machine, exit_on_terminate, options, write
 from tests.loop.launched import spawned
 
 LAST_STEPS = 20
@@ -149,11 +148,7 @@ def runs_of(folder: Path) -> list[int]:
 
 def main() -> int:
     """Disturb, examine, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__, "json", kills=100, seed=0, steps=400)
     parser.add_argument("overrides", nargs="*", help="key=value settings of the run")
     arguments = parser.parse_args()
     exit_on_terminate()
@@ -190,8 +185,7 @@ def main() -> int:
     print(json.dumps(found, indent=1))
     if not equal:
         print(replayed.stdout, replayed.stderr)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine.record(), **found}, indent=1) + "\n")
+    write(arguments.json, {"machine": machine.record(), **found})
     bad = [key for key in ("lost", "doubled", "failed", "unaccounted", "processes", "memory") if found[key]]
     return 1 if bad or not equal else 0
 

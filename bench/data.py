@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 
 ARMS = ("goaly", "datasets", "whole")
 WHOLE_SHARE = 20
@@ -123,10 +123,7 @@ def _peak_megabytes() -> float:
 
 def main() -> None:
     """Measure the arms, each in a process of its own, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=5.0)
-    parser.add_argument("--prompts", type=int, default=20_000)
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__, "json", gigabytes=5.0, prompts=20_000)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -155,9 +152,8 @@ def main() -> None:
             f"{one.peak_megabytes:.0f}",
         )
     Console().print(str(machine), table)
-    if arguments.json:
-        content = {"machine": machine.record(), "arms": [asdict(one) for one in results]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"machine": machine.record(), "arms": [asdict(one) for one in results]}
+    write(arguments.json, content)
 
 
 if __name__ == "__main__":

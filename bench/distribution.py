@@ -9,13 +9,11 @@ generation: what generation waits for is the schedule. Every arm is given the ve
 step: the run is looked at after `--steps` steps, while its long groups are under way.
 """
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 
 from bench.chart import line_chart
+from bench.report import options
 from goaly.backlog.admission import Ticket
 from goaly.backlog.distribution import Distance
 from goaly.backlog.group_queue import GroupQueue
@@ -221,11 +220,7 @@ def _row(distance: Distance) -> str:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "json", "plot", steps=300).parse_args()
     arms = [measure(name, settings, arguments.steps) for name, settings in ARMS.items()]
     print(table(arms))
     if arguments.json:

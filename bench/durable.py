@@ -18,7 +18,6 @@ And from a trainer alone, with a model of so many layers and width:
                        there already; checkpoint and copy take turns
 """
 
-import argparse
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.machine import Machine, exit_on_terminate
+from bench.report import Machine, exit_on_terminate, options, write
 from tests.loop.launched import spawned
 
 WARM_STEPS = 5
@@ -159,14 +158,7 @@ def of_checkpoints(folder: Path, dim: int, layers: int, rounds: int) -> dict[str
 
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "json", "markdown", steps=90, rounds=10, dim=512, layers=8).parse_args()
     exit_on_terminate()
     machine = Machine.now()
     folder = Path(tempfile.mkdtemp(prefix="bench-durable-"))
@@ -181,8 +173,7 @@ def main() -> None:
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["recovery"].items())
     text = f"{machine}\n\n| measure | value |\n|---|---|\n{text}\n\nRecovery: {parts}.\n"
     print(text)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine.record(), **found}, indent=1) + "\n")
+    write(arguments.json, {"machine": machine.record(), **found})
     if arguments.markdown:
         command = "    python -m bench.durable --json docs/results/durable.json --markdown docs/results/durable.md"
         doc = (__doc__ or "").partition("From runs")[2]

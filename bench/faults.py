@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.machine import exit_on_terminate
+from bench.report import exit_on_terminate
 from bench.saboteur import NOT_PLANTED, PLANTED, Fault
 from tests.loop.launched import ROOT, LaunchedRun, alive, as_users_have, gone_within, orphaned_memory, orphaned_within
 from tests.program import Program

@@ -11,7 +11,6 @@ direct, `over_vllm` is gateway / vLLM, in tokens per second, each the median ove
 whole answers.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gateway_client import Load, Seen, answer_tokens
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
@@ -238,11 +237,7 @@ async def measure(folder: Path, streams: int, rounds: int, cores: Sequence[int])
 
 def main() -> None:
     """Measure, print a table, write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "json", streams=256, rounds=5).parse_args()
     machine = Machine.now()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
@@ -254,8 +249,7 @@ def main() -> None:
     for name, value in numbers.items():
         table.add_row(name, f"{value:,.3f}" if name in ("ratio", "over_vllm") else f"{value:,.1f}")
     Console().print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**numbers, "machine": machine.record()}, indent=2) + "\n")
+    write(arguments.json, {**numbers, "machine": machine.record()})
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ One thread of one core generates, and the streams are on another core. Sides tak
 costs inside vLLM. Both are medians over the rounds.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import tempfile
@@ -32,7 +30,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.generate.connection import Connection
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
@@ -257,13 +255,10 @@ def markdown(loads: Sequence[Load], machine: Machine) -> str:
 
 def main() -> None:
     """Measure, print a table, write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "json", "markdown", rounds=5)
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=SIZES, help="measure one of the tiny random models; both by default")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; two tiny random models if not given")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--markdown", type=Path, help="write the page of the results to this file")
     arguments = parser.parse_args()
     machine = Machine.now()
     loads: list[Load] = []
@@ -278,11 +273,9 @@ def main() -> None:
     for row in rows(loads):
         table.add_row(*row)
     Console().print(table)
-    if arguments.json is not None:
-        found: list[dict[str, Any]] = [{**asdict(load), **load.numbers()} for load in loads]
-        arguments.json.write_text(json.dumps({"machine": machine.record(), "loads": found}, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(loads, machine))
+    found: list[dict[str, Any]] = [{**asdict(load), **load.numbers()} for load in loads]
+    write(arguments.json, {"machine": machine.record(), "loads": found})
+    write(arguments.markdown, markdown(loads, machine))
 
 
 if __name__ == "__main__":

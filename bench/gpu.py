@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None and not given.anywhere:
         sys.stderr.write("bench.gpu: there is no GPU here; --anywhere runs the checks that a CPU can run\n")
         return 2
-    from bench.machine import Machine
+    from bench.report import Machine
 
     machine = Machine.now()
     chosen = {name: check for name, check in CHECKS.items() if given.check is None or name in given.check}

@@ -20,7 +20,6 @@ for one, in decode steps (`update`), and how long the trainer is busy with publi
 (`publish`).
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -34,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.grpo.main import collect, episode, train
-from bench.machine import Machine
-from bench.record import append
+from bench.report import Machine, append, options, write
 from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.config import load
 from goaly.run.config import RunConfig
@@ -277,14 +275,16 @@ def _machines(rounds: Sequence[Round]) -> str:
 
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/grpo/tiny.yaml")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options(
+        __doc__,
+        "json",
+        "markdown",
+        config="configs/grpo/tiny.yaml",
+        steps=60,
+        rounds=3,
+        runs=Path("docs/results/loop.jsonl"),
+    )
     parser.add_argument("--tails", default=f"{TASK},2,5,20", help="loads, separated by commas")
-    parser.add_argument("--runs", type=Path, default=Path("docs/results/loop.jsonl"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value settings of every arm")
     arguments = parser.parse_args()
     argv = ["--config", arguments.config, f"steps={arguments.steps}", "telemetry.progress=off", *arguments.overrides]
@@ -317,9 +317,8 @@ def main() -> None:
     result = summary(rounds)
     text = f"{_machines(rounds)}\n\n{table(result)}\n"
     print(f"\n{text}")
-    if arguments.json:
-        content = {"loads": result, "rounds": [asdict(one) for one in rounds]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"loads": result, "rounds": [asdict(one) for one in rounds]}
+    write(arguments.json, content)
     if arguments.markdown:
         asked = f"--steps {arguments.steps} --tails {arguments.tails}"
         command = f"    python -m bench.loop {asked} --json docs/results/loop.json --markdown docs/results/loop.md"

@@ -16,7 +16,6 @@ A dry run of Qwen3-235B-A22B is timed, and its memory measured. The exit code is
 10 %, or the dry run takes more than a minute or 4 GB.
 """
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -33,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
@@ -354,9 +353,7 @@ def _resident() -> int:
 
 def main() -> int:
     """Measure all cases, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "json").parse_args()
     machine = Machine.now()
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
         here = Path(folder)
@@ -370,10 +367,9 @@ def main() -> int:
     Console().print(table)
     print(f"dry run of {LARGEST.stem}: {dry_run['seconds']:.1f} s, {dry_run['gb']:.2f} GB")
     print(machine)
-    if arguments.json:
-        record = {case.name: asdict(case) | {"ratio": case.ratio} for case in found}
-        written = {"machine": machine.record(), f"dry run of {LARGEST.stem}": dry_run, **record}
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+    record = {case.name: asdict(case) | {"ratio": case.ratio} for case in found}
+    written = {"machine": machine.record(), f"dry run of {LARGEST.stem}": dry_run, **record}
+    write(arguments.json, written)
     off = any(abs(case.ratio - 1) > MOST_OFF for case in found)
     return int(off or dry_run["seconds"] > MOST_SECONDS or dry_run["gb"] > MOST_GB)
 

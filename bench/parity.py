@@ -21,7 +21,6 @@ If a log-prob differs, a generator did not preempt, all models together have few
 above its bar, the exit code is 1 and the last line names it.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.parity_result import Combination, Result, Sampled, markdown, report
+from bench.report import options
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
@@ -207,8 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write."""
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two ranks of two threads each would spin for each other
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=32, help="answers of each generator")
+    parser = options(__doc__, "json", "markdown", requests=32)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; tiny random models by default")
     parser.add_argument(
         "--only",
@@ -216,8 +215,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=("bits", "costs", *MODELS),
         help="measure only these, of the models their bits; the rest of the files stays as it is",
     )
-    parser.add_argument("--json", type=Path, help="write the result to this file, after each part")
-    parser.add_argument("--markdown", type=Path, help="write the page of the result to this file, after each part")
     arguments = parser.parse_args(argv)
     if arguments.model and set(arguments.only or ()) & MODELS.keys():
         parser.error("--only names a tiny model, but --model is another one: must be bits or costs")

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.machine import Machine, exit_on_terminate
+from bench.report import Machine, exit_on_terminate, options, write
 from goaly.config import load
 from goaly.run.config import RunConfig
 from goaly.telemetry.lines import read_lines
@@ -269,13 +269,8 @@ def _config(argv: Sequence[str]) -> RunConfig:
 
 def main() -> None:
     """Run the sides in turns, print the table, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "json", "markdown", rounds=3, steps=100, sides=",".join(SIDES))
     parser.add_argument("--peer-python", type=Path, help="the Python of an environment with TRL; `make peer` makes one")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     parser.add_argument("--as-goaly", type=Path, help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
     exit_on_terminate()
@@ -305,8 +300,7 @@ def main() -> None:
     found = ratios(by_side) if GOALY in by_side and len(by_side) > 1 else {}
     print(f"\n{first}\n\n{table(by_side)}\n\n{found}")
     content = {"machine": first.record(), "medians": by_side, "ratios": found, "runs": [asdict(one) for one in results]}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    write(arguments.json, content)
     if arguments.markdown:
         stolen = max(one.machine["stolen_cores"] for one in results)
         arguments.markdown.write_text(_page(first, stolen, by_side, found, arguments))

@@ -16,7 +16,6 @@ training, or it has unlearned most of what the warm start knows on its way. A co
 The exit code is 1 if anything that was asked for has not passed.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -29,8 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.machine import exit_on_terminate
-from bench.record import append, digest, finished
+from bench.report import append, digest, exit_on_terminate, finished, options, write
 
 if TYPE_CHECKING:
     from apps.sft.config import SftConfig
@@ -338,13 +336,8 @@ def content(runs: Runs, seeds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run what is missing, print the table, write what was asked for, and say what has not passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "json", "markdown", seeds=3, minutes=90.0, runs=Path("docs/results/recipes.jsonl"))
     parser.add_argument("--only", help="names of recipes, such as dapo,grpo/tiny,control/flipped; all if not given")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=90.0)
-    parser.add_argument("--runs", type=Path, default=Path("docs/results/recipes.jsonl"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     exit_on_terminate()
     from goaly.errors import ConfigError
@@ -360,10 +353,8 @@ def main() -> int:
     run_all(remaining(work, finished(arguments.runs, Finished)), arguments.runs, minutes=arguments.minutes)
     runs = latest(work, finished(arguments.runs, Finished))
     print(table(runs))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(content(runs, arguments.seeds), indent=1) + "\n")
-    if arguments.markdown:
-        arguments.markdown.write_text(page(runs, arguments.seeds))
+    write(arguments.json, content(runs, arguments.seeds))
+    write(arguments.markdown, page(runs, arguments.seeds))
     found = complaints(runs, arguments.seeds)
     for line in found:
         print(line)

@@ -7,14 +7,11 @@ pool with many requests under way (`pool`), and through the pool one at a time (
 score adds to an episode. Each number is the median of five rounds; the three take turns.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
-from pathlib import Path
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ArithmeticSettings
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
@@ -58,18 +55,13 @@ async def measure(count: int, workers: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and write the numbers where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scores", type=int, default=4000)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "json", scores=4000, workers=1).parse_args()
     machine = Machine.now()
     rates = asyncio.run(measure(arguments.scores, arguments.workers))
     print(f"{machine}\n")
     for way, rate in rates.items():
         print(f"{way:8} {rate:12,.0f} scores/s")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine.record(), **rates}, indent=2) + "\n")
+    write(arguments.json, {"machine": machine.record(), **rates})
 
 
 if __name__ == "__main__":

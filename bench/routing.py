@@ -12,8 +12,6 @@ that records choices and by one that does not, and a forward and backward pass o
 choices. Each is the median over the rounds of one side over the other.
 """
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -27,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.generate.settings import GeneratorSettings
 from goaly.losses.kl import k3
 from goaly.models.settings import ModelSettings
@@ -223,11 +221,7 @@ def markdown(found: Sequence[Agreement], costs: dict[str, Cost]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=192, help="answers that are sampled")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--markdown", type=Path, help="write the page of the result to this file")
-    arguments = parser.parse_args(argv)
+    arguments = options(__doc__, "json", "markdown", requests=192).parse_args(argv)
     machine = Machine.now()
     torch.set_num_threads(1)
     found, costs = measure(arguments.requests)
@@ -238,12 +232,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console().print(table)
     for name, cost in costs.items():
         print(f"{name}: {cost.ratio:.3f} times the CPU seconds")
-    if arguments.json is not None:
-        taken = {name: {"ratio": cost.ratio, **asdict(cost)} for name, cost in costs.items()}
-        record = {"machine": machine.record(), "agreement": [asdict(one) for one in found], "costs": taken}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(found, costs))
+    taken = {name: {"ratio": cost.ratio, **asdict(cost)} for name, cost in costs.items()}
+    record = {"machine": machine.record(), "agreement": [asdict(one) for one in found], "costs": taken}
+    write(arguments.json, record)
+    write(arguments.markdown, markdown(found, costs))
 
 
 if __name__ == "__main__":

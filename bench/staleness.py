@@ -13,8 +13,6 @@ Each finished run is a line of the `--runs` file and is not repeated under the s
 from the run at staleness 0 with the same learning rate.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -28,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.chart import line_chart
-from bench.interval import Interval
-from bench.record import append, digest, finished
+from bench.report import Interval, append, digest, finished, options, write
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.reward.child import die_with
 
@@ -265,15 +262,16 @@ def plot(arms: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Run what is missing, print the table, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="of the main arms")
-    parser.add_argument("--other-seeds", type=int, default=3, help="of the other bounds and losses")
-    parser.add_argument("--minutes", type=float, default=90.0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--runs", type=Path, default=Path("docs/results/staleness.jsonl"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__,
+        "json",
+        "plot",
+        seeds=5,
+        other_seeds=3,
+        minutes=90.0,
+        processes=2,
+        runs=Path("docs/results/staleness.jsonl"),
+    ).parse_args()
     from bench.lagged import LaggedSettings
 
     settings = LaggedSettings()
@@ -284,8 +282,7 @@ def main() -> None:
     by_rate = {lr: summary([run for run in runs if run.lr == lr]) for lr in LEARNING_RATES}
     for lr, arms in by_rate.items():
         print(f"\nlr {lr:g}\n\n{table(arms)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({f"{lr:g}": content(by_rate[lr]) for lr in by_rate}, indent=1) + "\n")
+    write(arguments.json, {f"{lr:g}": content(by_rate[lr]) for lr in by_rate})
     if arguments.plot:
         arguments.plot.write_text(plot(by_rate[LEARNING_RATES[0]]))
 

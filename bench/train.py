@@ -12,9 +12,7 @@ padded batches: the documents are sorted by length, and a batch has as many as f
 actor / transformers, `over_unsorted` actor / unsorted; padding does not count as tokens.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -31,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict, pad_sequence
 
-from bench.machine import Machine
+from bench.report import Machine, options, write
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -281,11 +279,8 @@ def _quiet() -> None:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="steps in a turn")
+    parser = options(__doc__, "json", "markdown", steps=8)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny model by default")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--markdown", type=Path, help="write the page of the result here")
     arguments = parser.parse_args()
     machine = Machine.now()
     with tempfile.TemporaryDirectory() as made:
@@ -295,12 +290,10 @@ def main() -> None:
     for row in rows(result):
         table.add_row(*row)
     Console().print(table)
-    if arguments.json is not None:
-        ratios = {name: getattr(result, name) for name in RATIOS}
-        content: dict[str, Any] = {"machine": machine.record(), **asdict(result), **ratios}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(result, machine))
+    ratios = {name: getattr(result, name) for name in RATIOS}
+    content: dict[str, Any] = {"machine": machine.record(), **asdict(result), **ratios}
+    write(arguments.json, content)
+    write(arguments.markdown, markdown(result, machine))
 
 
 def rows(result: Result) -> list[tuple[str, str]]:

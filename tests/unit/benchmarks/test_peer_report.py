@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import bench.machine
 import bench.peer
-from bench.machine import Machine
+import bench.report
 from bench.peer import Result, goal_reached, medians, ratios, result_of, table
+from bench.report import Machine
 from goaly.config import load
 from goaly.run.config import RunConfig
 
@@ -75,7 +75,7 @@ def test_a_side_that_aborts_at_its_end_counts_if_it_has_all_its_steps(
 
 
 def test_a_result_says_which_share_of_the_cores_the_host_took_away_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.machine, "_times", lambda: [0.0] * 7 + [9.0])
-    monkeypatch.setattr(bench.machine.time, "monotonic", lambda: 104.0)
+    monkeypatch.setattr(bench.report, "_times", lambda: [0.0] * 7 + [9.0])
+    monkeypatch.setattr(bench.report.time, "monotonic", lambda: 104.0)
     machine = Machine(cores=2, load_1m=0.1, busy_cores=0.0, gflops=40.0, _at=100.0, _stolen=7.0)
     assert machine.record() == {"cores": 2, "load_1m": 0.1, "busy_cores": 0.0, "gflops": 40.0, "stolen_cores": 0.5}

@@ -8,7 +8,7 @@ import pytest
 
 import bench.recipes
 from bench.recipes import Finished, Recipe, chosen, complaints, content, files, latest, outcome, page, recipe, remaining
-from bench.record import append, finished
+from bench.report import append, finished
 
 SUMMARY = {
     "status": "finished",

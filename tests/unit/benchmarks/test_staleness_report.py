@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from bench.chart import line_chart
-from bench.interval import Interval
 from bench.lagged import LaggedSettings, Outcome
-from bench.record import finished
+from bench.report import Interval, finished
 from bench.staleness import (
     FIRST_SEED,
     LEARNING_RATES,
