@@ -52,9 +52,9 @@ def advantages(group: Group, name: str = "group") -> dict[int, float]:
 
 
 class ByEpisode(Scripted):
-    """Answers each episode with texts of its own, in order; None never comes."""
+    """Answers each episode with texts of its own, in order; None never comes, and a number after this many seconds."""
 
-    def __init__(self, chat: ChatTokenizer, texts: Mapping[int, Sequence[str | None]]):
+    def __init__(self, chat: ChatTokenizer, texts: Mapping[int, Sequence[str | float | None]]):
         super().__init__(chat)
         self._of = {sample: iter(those) for sample, those in texts.items()}
 
@@ -62,12 +62,18 @@ class ByEpisode(Scripted):
         text = next(self._of[int(name.split(".")[1])])
         if text is None:
             await asyncio.Event().wait()
-        self._texts = [text or ""]
+        if isinstance(text, float):
+            await asyncio.sleep(text)
+        self._texts = [str(text)]
         return await super().generate(name, *arguments)
 
 
 async def group_of(
-    chat: ChatTokenizer, episode: Any, texts: Mapping[int, Sequence[str | None]], max_context: int = 4096, **limits: Any
+    chat: ChatTokenizer,
+    episode: Any,
+    texts: Mapping[int, Sequence[str | float | None]],
+    max_context: int = 4096,
+    **limits: Any,
 ) -> Any:
     """The end of a group with an episode for each of these texts."""
     runs = Runs(chat)
@@ -329,6 +335,60 @@ def test_an_episode_whose_own_tool_took_the_time_is_not_trained_as_bad(
         assert set(advantages(end).values()) == {0.0}
     else:
         assert end.rewards == [1.0] * 7 + [0.0 if setting == "worst" else setting]
+
+
+@pytest.mark.parametrize(
+    ("generated", "then", "is_its_own"),
+    [
+        ([40.0], "hangs", False),  # a tool that hangs after long thoughts
+        ([20.0], "works 20 s and asks again", True),
+        ([20.0], "works 35 s and asks again", False),
+        ([], "asks for two answers, one after the other", True),
+    ],
+)
+def test_the_time_of_a_policy_is_that_of_all_its_requests(
+    chats: dict[str, ChatTokenizer], generated: list[float], then: str, is_its_own: bool
+) -> None:
+    async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        said = list(prompt.messages)
+        said.append(await context.chat.say(said))
+        if context.sample_index == 1:
+            for _ in generated:
+                said += [Message(role="user", content="and?"), await context.chat.say([*said])]
+            more = [*said, Message(role="user", content="more?")]
+            if then == "hangs":
+                await asyncio.Event().wait()
+            if then.startswith("works"):
+                await asyncio.sleep(float(then.split()[1]))
+                await context.chat.say(more)
+            async with asyncio.TaskGroup() as requests:
+                requests.create_task(context.chat.say(more))
+                await asyncio.sleep(40.0)
+                requests.create_task(context.chat.say(more))
+        return context.chat.finish(1.0)
+
+    async def made() -> Group:
+        await asyncio.sleep(1000.0)  # a clock that did not begin with the episode
+        texts = {0: ["1"], 1: ["1", *generated, None, None]}
+        return await group_of(chats["hermes"], one_is_slow, texts, episode_seconds=SECONDS)
+
+    assert virtual_time.run(made()).rewards == ([1.0, 0.0] if is_its_own else [1.0])
+
+
+@pytest.mark.parametrize("setting", ["worst", "exclude", 0.5])
+def test_a_reward_that_was_given_before_time_ran_out_stays(
+    chats: dict[str, ChatTokenizer], setting: CutOffReward
+) -> None:
+    async def hangs(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
+        await context.chat.say(prompt.messages)
+        if context.sample_index == 1:
+            context.chat.rewarded(0.25)
+            await asyncio.Event().wait()
+        return context.chat.finish(1.0)
+
+    texts = {0: ["1"], 1: ["1"]}
+    made = group_of(chats["hermes"], hangs, texts, episode_seconds=SECONDS, cut_off_reward=setting)
+    assert virtual_time.run(made).rewards == [1.0, 0.25]
 
 
 def test_a_setting_that_is_no_reward_is_named() -> None:
