@@ -266,7 +266,7 @@ def test_a_sample_that_an_update_has_read_is_returned_by_the_next_step_once(ther
     assert (name, len(sample.tokens), sample.finish) == ("ends", 1, Finish.LENGTH)
 
 
-def test_a_streamed_answer_has_each_token_in_one_part_also_over_an_update(there):  # PT-1
+def test_a_streamed_answer_has_each_token_in_one_part_also_over_an_update(there):  # train-4
     sample, parts, _ = there(stream_over_an_update)
     tokens = [token for part in parts for token in part.tokens]
     versions = [version for part in parts for version in part.versions]

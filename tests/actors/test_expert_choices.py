@@ -195,7 +195,7 @@ def test_answers_that_a_stop_string_or_a_cancel_ended_have_their_choices(there: 
 
 def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_together(
     there: Any, folders: list[Path]
-) -> None:  # TE-7
+) -> None:  # train-3
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
     from goaly.train.engine import TrainEngine
@@ -238,7 +238,7 @@ def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_togethe
     assert after["sampler_kl"] < before["sampler_kl"] / 2
 
 
-def test_choices_replace_those_of_a_router_with_biases_and_groups(tmp_path: Path) -> None:  # TE-7
+def test_choices_replace_those_of_a_router_with_biases_and_groups(tmp_path: Path) -> None:  # train-3
     own = OwnChoices(write_random_deepseek(tmp_path))
     tokens = torch.arange(60) * 7 % 30 + 2
     sequence = {"tokens": tokens, "trained": torch.arange(60) > 0}

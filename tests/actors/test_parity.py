@@ -164,7 +164,7 @@ def there():
     ],
     ids=["float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
-def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 LP-4
+def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 train-10
     there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
 ):
     write_tiny_model(tmp_path, TinyModel(layers=2, **size))

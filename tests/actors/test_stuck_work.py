@@ -59,7 +59,7 @@ def spawned(hosts: Hosts, name: str, role: str, count: int = 1) -> Any:
 
 async def test_a_rank_that_is_stuck_in_a_step_ends_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # RK-3
+) -> None:
     monkeypatch.setitem(IMPORTS, "rollout", ())
     lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
     hosts = Hosts(HostSettings(stuck_seconds=1.0), tmp_path, lambda *report: lost.put_nowait(report), trace=False)

@@ -120,7 +120,7 @@ async def first(answers: Any) -> Any:
     return next(iter((await answers).values()))
 
 
-async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # PT-1
+async def test_a_step_and_a_publish_over_two_ranks_are_those_of_one_engine(  # train-4
     actors: Actors, tiny_model_folder: Path, tmp_path: Path
 ):
     await actors.reference.annotate.call(actors.handle)
@@ -197,7 +197,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         await reference.annotate.call(replace(actors.handle, id=batch_id))
         return list((await reference.refresh.call(replace(actors.handle, id=batch_id))).values())
 
-    assert await annotated(version) == [version, version]  # RF-1: both ranks
+    assert await annotated(version) == [version, version]  # train-6: both ranks
     _, metrics = await stepped()
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
     assert await annotated(version + 1) == [version, version]  # there is a newer one
@@ -211,7 +211,7 @@ async def test_a_refreshed_reference_is_the_policy_of_the_last_multiple_for_all_
         Exception, match=f"batch 1 needs policy version 0, which is no longer in the .* still at version {newer}"
     ):
         await annotated(1)
-    assert set((await reference.verified.call()).values()) == {2}  # RF-2: both refreshes
+    assert set((await reference.verified.call()).values()) == {2}  # both refreshes
     await stepped()
     await stepped()
     with pytest.raises(ActorError, match=r"version \d+ at reader reference\.\d: the weights have the digest"):
@@ -263,7 +263,7 @@ async def test_trainer_and_reference_continue_from_a_checkpoint_that_is_written_
     assert [await first(resumed.digest.call())] * 2 == digests
     after = reference("after")
     assert await first(after.start.call(checkpoint.folder / "reference")) == version
-    assert await version_of(after, version + 1) == version  # RF-1: the store does not have it any more
+    assert await version_of(after, version + 1) == version  # train-6: the store does not have it any more
     with pytest.raises(Exception, match=f"still at version {version}"):
         await version_of(after, version + 2)
     assert newer > version + 3

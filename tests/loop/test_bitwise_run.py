@@ -44,7 +44,7 @@ def assert_exact(run: LaunchedRun) -> None:
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(0, "float32"), (8, "bfloat16")])
-def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(  # PC-1
+def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(  # train-9
     tmp_path: Path, experts: int, dtype: str
 ):
     model = write_random_model(tmp_path / "model", experts=experts)
@@ -63,7 +63,7 @@ def test_ratios_are_one_and_two_replicas_make_the_policy_of_one_to_the_last_bit(
     assert len(policies) == 1
 
 
-def test_an_asynchronous_run_compares_all_tokens_with_the_policies_that_sampled_them(tmp_path: Path):  # PC-1
+def test_an_asynchronous_run_compares_all_tokens_with_the_policies_that_sampled_them(tmp_path: Path):  # train-9
     ahead = ["backlog.max_staleness=2", "backlog.groups_per_step=2", "backlog.window=2", "rollout.repeatable=false"]
     with launching(tmp_path, write_random_model(tmp_path / "model", experts=8)) as launch:
         run = launch(*BITWISE, *ahead, "steps=6", "trainer.fsdp=2", "trainer.ep=2", "model.dtype=bfloat16")
@@ -90,7 +90,7 @@ def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  
 
 def test_a_run_with_a_broken_rank_ends_with_the_token_and_the_command_that_searches(
     tmp_path: Path,
-):  # PC-2
+):
     with launching(tmp_path, write_random_model(tmp_path / "model")) as launch:
         run = launch(*BITWISE, "trainer.fsdp=2", "loss.name=tests.loop.broken_rank:gradient")
         assert run.wait(START_SECONDS) != 0, run.text()

@@ -44,7 +44,7 @@ NOISE = 1e-8
 
 
 def test_a_run_that_replays_choices_of_experts_can_be_trained_again(tmp_path: Path) -> None:
-    with launching(tmp_path, write_random_model(tmp_path / "model", experts=8)) as launch:  # TE-7
+    with launching(tmp_path, write_random_model(tmp_path / "model", experts=8)) as launch:  # train-3
         run = launch(*REPLAY)
         assert run.wait(START_SECONDS) == 0, run.text()
         assert_whole(run, STEPS)

@@ -124,7 +124,7 @@ class GpuBackend(TritonAttentionBackend):
 
 
 def use_exact_logprobs(sampler: Any) -> None:
-    """Let this sampler of vLLM's first model runner compute log-probs over all tokens as the trainer does (LP-4)."""
+    """Let this sampler of vLLM's first model runner compute log-probs over all tokens as the trainer (train-10)."""
     within = sampler.topk_topp_sampler
     draw = within.forward
 

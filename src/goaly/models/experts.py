@@ -138,7 +138,7 @@ def _on_every_rank(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """Sends tokens to their experts, as torchtitan's, with gradients that are the same each time (TE-3).
+    """Sends tokens to their experts, as torchtitan's, with gradients that are the same each time.
 
     In passes that are differentiated, `made` counts the choices of this rank's tokens, and `computed` the rows that
     this rank's experts compute, if they are set.

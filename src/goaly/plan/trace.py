@@ -98,7 +98,7 @@ def trace(
             given = (rank, shape, dtype, trainer, documents, on_gpu, trains, critic)
             return as_fake_rank(_trace, *given, rank=rank, ranks=trainer.ranks)
 
-        waiting = stage.count - 1 - stage.number if trains else 0  # PP-3
+        waiting = stage.count - 1 - stage.number if trains else 0
         for group in of_rank(0).groups:
             one = of_rank(group[0])
             memory = replace(one.memory, activations=one.memory.activations + waiting * one.waiting)

@@ -2,12 +2,10 @@
 
 Shape suffixes: T tokens of a microbatch, P predicted tokens, D model width.
 
-Invariants
-    VE-1  The value of a token is computed from the hidden state that predicts it: the state before it is written.
-    VE-2  The critic makes its steps on the same minibatches as the policy. Each step has the gradient of the mean
-          loss over the minibatch's trained tokens, on any packing, microbatches and ranks.
-    VH-1  A new head gives 0 for every state, whatever the trunk.
-    VH-2  All tensor-parallel ranks hold the whole head and compute the same values.
+The value of a token is computed from the hidden state that predicts it: the state before it is written. The critic
+makes its steps on the same minibatches as the policy. Each step has the gradient of the mean loss over the minibatch's
+trained tokens, on any packing, microbatches and ranks. A new head gives 0 for every state, whatever the trunk. All
+tensor-parallel ranks hold the whole head and compute the same values.
 """
 
 import dataclasses
@@ -51,13 +49,13 @@ class CriticEngine(ModelEngine):
         The rows hold `values`, computed before the first step, and `returns`.
         """
         minibatches = packed.split() * self._epochs
-        return explained(self._train(minibatches, self._loss, lambda minibatch: minibatch.batch_trained_tokens))  # VE-2
+        return explained(self._train(minibatches, self._loss, lambda minibatch: minibatch.batch_trained_tokens))
 
     def _head(self) -> Head:
         return VALUES
 
     def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        return (self._model.lm_head(hidden_1TD, batch.predicting_P),)  # VE-1
+        return (self._model.lm_head(hidden_1TD, batch.predicting_P),)
 
 
 class ValueHead(Linear):
@@ -71,7 +69,7 @@ class ValueHead(Linear):
         """The values `[P]`, f32, of the hidden states numbered in `states_P`."""
         weight = self.weight
         if isinstance(weight, DTensor):
-            weight = weight.to_local()  # VH-2
+            weight = weight.to_local()
         if isinstance(input, DTensor):
             input = input.to_local()
         hidden_PD = input.reshape(-1, input.shape[-1]).index_select(0, states_P)
@@ -79,11 +77,11 @@ class ValueHead(Linear):
 
 
 def _install(decoder: Any) -> None:
-    norm_sharding = decoder.norm.sharding_config  # VH-2: the head is sharded like the norm before it
+    norm_sharding = decoder.norm.sharding_config  # the head is sharded like the norm before it
     decoder.lm_head = ValueHead.Config(
         in_features=decoder.lm_head.in_features,
         out_features=1,
-        param_init={"weight": torch.nn.init.zeros_},  # VH-1
+        param_init={"weight": torch.nn.init.zeros_},
         sharding_config=norm_sharding and ShardingConfig(state_shardings=norm_sharding.state_shardings),
     )
     decoder.enable_weight_tying = False  # so the embedding keeps its weight

@@ -3,10 +3,8 @@ tokens that these sampled.
 
 Parameters are kept in the type in which the model computes, which loses nothing: they are rounded to it in each pass.
 
-Invariants
-    EA-1  Within `loaded` all passes of the model are those of an earlier version, to the last bit. After it the live
-          tensors have the bits that they had before, however it ended.
-    EA-2  At most so many versions are kept as `count` says, the last ones.
+Within `loaded` all passes of the model are those of an earlier version, to the last bit. After it the live tensors have
+the bits that they had before, however it ended. The last `count` versions are kept.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +32,7 @@ class EarlierPolicies:
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
-        """Copy the live tensors, which are those of this version, if it is not kept already (EA-2)."""
+        """Copy the live tensors, which are those of this version, if it is not kept already."""
         if version in self._kept or not self._count:
             return
         live = self._live()
@@ -50,7 +48,7 @@ class EarlierPolicies:
 
     @contextmanager
     def loaded(self, version: int) -> Iterator[None]:
-        """Put the tensors of a kept version in the place of the live ones (EA-1)."""
+        """Put the tensors of a kept version in the place of the live ones."""
         with torch.no_grad():
             live = self._live()
             present = [one.to("cpu", copy=True) for one in live]

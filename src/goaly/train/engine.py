@@ -51,7 +51,7 @@ class TrainEngine(ModelEngine):
 
     @property
     def policy_version(self) -> int:
-        """The version of the current parameters (TE-4)."""
+        """The version of the current parameters."""
         return self.steps_done
 
     def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
@@ -68,7 +68,7 @@ class TrainEngine(ModelEngine):
         for minibatch in minibatches[1:]:
             if objective.needs_proximal:
                 self._compares = check is not None
-                minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # TE-6: no step of this batch is done yet
+                minibatch.rows[PROXIMAL] = self.logprobs(minibatch.rows)  # no step of this batch is done yet
             elif check is not None:
                 self._compare_sampled_by(self.policy_version, minibatch.rows)
         self._compares = check is not None
@@ -77,7 +77,7 @@ class TrainEngine(ModelEngine):
 
     @torch.no_grad()
     def _compare_sampled_by(self, version: int, rows: TensorDict) -> None:
-        """Compare the trained tokens of these rows that this version sampled, with its parameters (PC-1)."""
+        """Compare the trained tokens of these rows that this version sampled, with its parameters (train-9)."""
         trained_RL = rows["trained"] & (rows["sampler_versions"] == version)
         microbatches = rows.replace({"trained": trained_RL}).split(self.settings.microbatch_rows)
         wanted = torch.tensor([bool(one["trained"].any()) for one in microbatches], dtype=torch.uint8)
@@ -123,7 +123,7 @@ class TrainEngine(ModelEngine):
             check.begin()
         super()._pass_through(rows, finish, trains=trains)
         if check is not None:
-            self._compares = False  # PC-1: the next pass may come after a step
+            self._compares = False  # train-9: the next pass may come after a step
             try:
                 self._compared += check.agree(self.policy_version)
             except GoalyError:

@@ -38,7 +38,7 @@ class ExpertLayers:
 
     def begin(self, batch: Microbatch, *, replays: bool) -> None:
         """Tell the layers about the tokens of the next pass; with `replays` they go to the experts that the sampler
-        chose, if these are known (TE-7)."""
+        chose, if these are known (train-3)."""
         trained_1T1 = torch.zeros_like(batch.tokens_1T, dtype=torch.float32)[..., None]
         trained_1T1[:, batch.predicting_P] = 1.0
         choices_1TNK = batch.choices_1TNK if replays else None

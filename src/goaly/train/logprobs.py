@@ -10,14 +10,14 @@ rounding, unless `model.numerics` is bitwise.
 Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
 tensor-parallel ranks: this rank's part of it).
 
-Invariants
-    LP-1  At most `chunk` rows of logits exist at a time.
-    LP-2  Under tensor parallelism no rank holds whole rows of logits, and all ranks get the same results.
-    LP-3  Logits, log-probs and the weight's gradient, summed over chunks, are float32 for any compute type. On a CPU
-          gradients are rounded once, at the end. A GPU also rounds the gradient of the logits to the compute type
-          before it multiplies it with hidden states and weight.
-    LP-4  With bitwise numerics log-probs are those of vLLM's sampler: logits of the model's type, over the whole
-          vocabulary on each rank, through the same log-softmax. LP-2 and LP-3 do not hold for them.
+At most `chunk` rows of logits exist at a time. Under tensor parallelism no rank holds whole rows of logits, and all
+ranks get the same results. Logits, log-probs and the weight's gradient, summed over chunks, are float32 for any compute
+type. On a CPU gradients are rounded once, at the end. A GPU also rounds the gradient of the logits to the compute type
+before it multiplies it with hidden states and weight.
+
+Invariant
+    train-10: With bitwise numerics log-probs are those of vLLM's sampler: logits of the model's type, over the whole
+        vocabulary on each rank, through the same log-softmax. The limits above do not hold for them.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class LogprobHead(Linear):
         """A linear layer's."""
 
         exact: bool = False
-        """Whether log-probs are the sampler's to the last bit (LP-4)."""
+        """Whether log-probs are the sampler's to the last bit (train-10)."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -113,7 +113,7 @@ class _Logprobs(torch.autograd.Function):
                 normalizer_C = logits_CV.logsumexp(1)
                 entropy_C = _entropy(logits_CV, normalizer_C)
             else:
-                # LP-2: ranks exchange one number a token.
+                # ranks exchange one number a token.
                 highest_C = logits_CV.amax(1)
                 dist.all_reduce(highest_C, dist.ReduceOp.MAX, group)
                 total_C = (logits_CV - highest_C[:, None]).exp_().sum(1)
@@ -136,7 +136,7 @@ class _Logprobs(torch.autograd.Function):
         hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
         trains = ctx.needs_input_grad[1]
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains else None  # LP-3
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains else None
         for start in range(0, len(targets_P), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CD = hidden_PD[part]
@@ -164,12 +164,12 @@ def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
     logits_CV = product(hidden_CD, weight_VD).float() if exact else _product(hidden_CD, weight_VD.t())
     if temperature == 1.0:
         return logits_CV
-    # By a tensor, as vLLM does (LP-4): a GPU multiplies by the reciprocal of a number.
+    # By a tensor, as vLLM does (train-10): a GPU multiplies by the reciprocal of a number.
     return logits_CV.div_(logits_CV.new_full((), temperature) if exact else temperature)
 
 
 def _as_sampled(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs as vLLM computes them (LP-4), entropies and normalizers."""
+    """Log-probs as vLLM computes them (train-10), entropies and normalizers."""
     log_softmax_CV = log_softmax(logits_CV)
     logprob_C = log_softmax_CV.gather(1, targets_C[:, None]).squeeze(1)
     chosen_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
@@ -186,7 +186,7 @@ def _whole_rows(logits_CV: torch.Tensor, group: dist.ProcessGroup | None) -> tor
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix product with float32 accumulation and result (LP-3).
+    """The matrix product with float32 accumulation and result.
 
     On a GPU a float32 `a`, such as the gradient of the logits, is first rounded to the type of `b`.
     """
@@ -196,7 +196,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the matrix product, computed as in `_product`, to a float32 total (LP-3)."""
+    """Add the matrix product, computed as in `_product`, to a float32 total."""
     if b.is_cuda and b.dtype != torch.float32:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
     else:

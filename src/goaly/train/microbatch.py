@@ -1,11 +1,10 @@
 """From packed rows to the model's input: one sequence of tokens without the unused end of each row. Pure.
 
-Invariants
-    MB-1  Trained tokens, the tokens before them in their documents, and their columns are unchanged and in order.
-    MB-2  Tokens after the last trained token of a row are dropped: no trained token depends on them.
-    MB-3  Exactly the tokens before the last trained one of their document are marked as those whose choices of experts
-          are replayed: the sampler has computed them all, and no trained token depends on others.
-    MB-4  Parts whose places are disjoint and cover T have each trained token once, with its columns.
+Trained tokens, the tokens before them in their documents, and their columns are unchanged and in order. Tokens after
+the last trained token of a row are dropped: no trained token depends on them. Exactly the tokens before the last
+trained one of their document are marked as those whose choices of experts are replayed: the sampler has computed them
+all, and no trained token depends on others. Parts whose places are disjoint and cover T have each trained token once,
+with its columns.
 
 Shape suffixes: R rows, L their length, T tokens of a pass, P trained ones, D documents, N layers, K experts of a token.
 """
@@ -33,7 +32,7 @@ class Microbatch:
     choices_1TNK: torch.Tensor | None = None
     """The sampler's choices of experts, if the batch has them."""
     replayed_1T: torch.Tensor | None = None
-    """Marks the tokens whose choices are replayed (MB-3)."""
+    """Marks the tokens whose choices are replayed."""
 
     def part(self, places: torch.Tensor) -> tuple["Microbatch", torch.Tensor]:
         """The tokens at these places of T, with the trained tokens that they predict; and the places of these in P."""
@@ -96,7 +95,7 @@ def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
         choices_TNK = rows[EXPERT_CHOICES].flatten(0, 1)[kept]
         choices_1TNK = torch.cat([choices_TNK, choices_TNK.new_zeros(short, *choices_TNK.shape[1:])])[None]
         last_D = torch.zeros(len(positions_T), dtype=torch.int64).scatter_reduce_(0, documents_T[at_P], at_P, "amax")
-        replayed_1T = (torch.arange(len(positions_T)) < last_D[documents_T])[None]  # MB-3
+        replayed_1T = (torch.arange(len(positions_T)) < last_D[documents_T])[None]
     return Microbatch(
         tokens_1T=tokens_T[None],
         positions_1T=positions_T[None],

@@ -7,16 +7,16 @@ Consumes packed rows, produces parameters. All ranks call the same methods in th
 different rows, all others the same. Of a pipeline's ranks only those of the last stage have outputs of the model; they
 give all ranks the results.
 
+On CPUs the same inputs give bit-identical parameters. The policy version and the schedules count batches, however many
+optimizer steps a batch makes. A forward pass uses the current parameters, also when something other than the optimizer
+has written them. The proximal policy of all minibatches of a batch is the policy before the first one's step.
+
 Invariants
-    TE-1  The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
-          batch), on any packing, microbatches and ranks.
-    TE-2  A loss or gradient that is not finite raises, and its step changes no parameter.
-    TE-3  On CPUs the same inputs give bit-identical parameters.
-    TE-4  The policy version and the schedules count batches, however many optimizer steps a batch makes.
-    TE-5  A forward pass uses the current parameters, also when something other than the optimizer has written them.
-    TE-6  The proximal policy of all minibatches of a batch is the policy before the first one's step.
-    TE-7  If the rows have the sampler's choices of experts, policy and reference send each token on which a trained one
-          depends to these experts, in every pass.
+    train-1: The gradient is that of (sum of the objective over the global batch) / (its denominator over the global
+        batch), on any packing, microbatches and ranks.
+    train-2: A loss or gradient that is not finite raises, and its step changes no parameter.
+    train-3: If the rows have the sampler's choices of experts, policy and reference send each token on which a trained
+        one depends to these experts, in every pass.
 """
 
 import math
@@ -100,7 +100,7 @@ class ModelEngine(ABC):
     def forward_backward(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
     ) -> StepMetrics:
-        """Accumulate gradients; `denominator` is the objective's for the global batch (TE-1).
+        """Accumulate gradients; `denominator` is the objective's for the global batch (train-1).
 
         There must be no gradients before. If the objective counts only the tokens it keeps, all gradients are scaled at
         the end, once the counts of all microbatches and ranks are known.
@@ -229,7 +229,7 @@ class ModelEngine(ABC):
 
         self._pipeline.run(rows, self._microbatch, forward, restore if trains else None)
         if not trains and isinstance(self._model, FSDPModule):
-            self._model.reset_iter_state()  # TE-5: or the next pass would reuse the gathered parameters
+            self._model.reset_iter_state()  # or the next pass would reuse the gathered parameters
 
     def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """The head's outputs for all trained tokens, given the hidden states of the previous stage if there is one;
@@ -262,7 +262,7 @@ class ModelEngine(ABC):
         return batch.part(context.share(batch.tokens_1T.shape[1]).to(self._parallel.device))
 
     def _begin(self, part: Microbatch) -> None:
-        """Tell the layers about the tokens of the next forward or backward pass (PP-4, TE-7)."""
+        """Tell the layers about the tokens of the next forward or backward pass (train-3)."""
         if self._experts is not None:
             self._experts.begin(part, replays=self._replays)
 
@@ -291,7 +291,7 @@ class ModelEngine(ABC):
         return factor
 
     def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
-        """Reduce the last stage's values over the microbatches, and over the ranks with different rows (PP-5)."""
+        """Reduce the last stage's values over the microbatches, and over the ranks with different rows."""
         found: dict[str, float] = {}
         if parts and parts[0]:
             stacked = torch.stack([torch.stack([value.double() for value in part.values()]) for part in parts])
@@ -305,4 +305,4 @@ class ModelEngine(ABC):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._model.zero_grad()
-                raise FloatingPointError(self._not_finite.format(name, value, self.steps_done))  # TE-2
+                raise FloatingPointError(self._not_finite.format(name, value, self.steps_done))  # train-2

@@ -11,14 +11,14 @@ same place. `python -m goaly.parity` then finds the operation that computes othe
 
 Shape suffixes: P trained tokens of a microbatch.
 
-Invariants
-    PC-1  Every trained token is compared before the batch's first optimizer step, if the trainer has the parameters
-          that sampled it.
-    PC-2  A difference ends the run. The error names the token, the version that sampled it, both log-probs, and how
-          many tokens differ.
-    PC-3  A difference on any rank is an error on every rank.
-    PC-4  A step reports the share of its tokens that it compared, and the first one that compared fewer than all is
-          logged. A token of a version that the trainer has not reached ends the run: its stamp is wrong.
+A difference ends the run. The error names the token, the version that sampled it, both log-probs, and how many tokens
+differ. A difference on any rank is an error on every rank. A step reports the share of its tokens that it compared, and
+the first one that compared fewer than all is logged. A token of a version that the trainer has not reached ends the
+run: its stamp is wrong.
+
+Invariant
+    train-9: Every trained token is compared before the batch's first optimizer step, if the trainer has the parameters
+        that sampled it.
 """
 
 import logging
@@ -51,7 +51,7 @@ class ParityCheck:
     def compare(self, batch: Microbatch, logprobs_P: torch.Tensor, version: int) -> None:
         """Compare the next microbatch, where this version sampled the tokens."""
         sampler_P, versions_P = batch.columns["sampler_logprobs"], batch.columns["sampler_versions"]
-        compared_P = versions_P == version  # PC-1
+        compared_P = versions_P == version  # train-9
         logprobs_P = logprobs_P.detach()
         differs_P = compared_P & (logprobs_P != sampler_P)
         self._counts += torch.stack([compared_P.sum(), differs_P.sum(), (versions_P > version).sum()]).cpu()
@@ -64,8 +64,8 @@ class ParityCheck:
             )
 
     def agree(self, version: int) -> int:
-        """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank
-        (PC-2, PC-3), and a SchemaError if one is of a version that is still to come (PC-4). Every rank must call it."""
+        """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank,
+        and a SchemaError if one is of a version that is still to come. Every rank must call it."""
         found = [self._first]
         if self._ranks > 1:
             dist.all_reduce(self._counts)
@@ -84,7 +84,7 @@ class ParityCheck:
         return tokens
 
     def metrics(self, compared: int, trained: int) -> dict[str, float]:
-        """Those of a step that has compared so many of its `trained` tokens (PC-4)."""
+        """The metrics of a step that compared `compared` of its `trained` tokens."""
         if self._warns and compared < trained:
             self._warns = False
             logger.warning(

@@ -9,16 +9,15 @@ torchtitan's schedules want microbatches of one shape. Packed microbatches have 
 column know them, so the schedule here is goaly's own and pads nothing. One rank alone is the only stage of its
 pipeline.
 
-Invariants
-    PP-1  Each layer is in one stage, in order, and each stage has one at least. The first stage has the embedding, the
-          last one the norm and the head.
-    PP-2  Each message is received, and no rank waits for one that is sent only after its own, for any numbers of stages
-          and microbatches.
-    PP-3  A rank of stage s of S holds the activations of at most S - s microbatches.
-    PP-4  The backward pass of a microbatch finds the layers' state as its forward pass did: activation checkpointing
-          computes the layers again, after the forward passes of other microbatches.
-    PP-5  What the last stage found, such as metrics and log-probs, all ranks of its column get.
-    PP-6  The ranks that write a folder get the tensors of all stages, in the order of the stages.
+Each layer is in one stage, in order, and each stage has one at least. The first stage has the embedding, the last one
+the norm and the head. A rank of stage s of S holds the activations of at most S - s microbatches. The backward pass of
+a microbatch finds the layers' state as its forward pass did: activation checkpointing computes the layers again, after
+the forward passes of other microbatches. All ranks of the last stage's column get its results, such as metrics and
+log-probs. The ranks that write a folder get the tensors of all stages, in the order of the stages.
+
+Invariant
+    train-8: Each message is received, and no rank waits for one that is sent only after its own, for any numbers of
+        stages and microbatches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +57,7 @@ class Stage:
 
 
 def stage_of(layers: int, count: int, number: int) -> Stage:
-    """A stage of a model with so many layers (PP-1). The embedding and the head count as a layer each, if every stage
+    """A stage of a model with this number of layers. The embedding and the head count as a layer each, if every stage
     still has one."""
     assert count <= layers, "the settings are checked"
     ends = int(layers + 2 >= 2 * count)
@@ -103,7 +102,7 @@ def schedule(stage: Stage, microbatches: int, *, trains: bool) -> list[PassOrder
     early = min(stage.count - 1 - stage.number, microbatches)
     order = [PassOrder(number, False) for number in range(early)]
     for number in range(early, microbatches):
-        order += [PassOrder(number, False), PassOrder(number - early, True)]  # PP-3
+        order += [PassOrder(number, False), PassOrder(number - early, True)]
     return order + [PassOrder(number, True) for number in range(microbatches - early, microbatches)]
 
 
@@ -155,7 +154,7 @@ class Pipeline:
         """Take a microbatch for each of these `rows` through all stages; every rank of the column must call it.
 
         `forward` gets the hidden states of the previous stage, and gives this stage's or, on the last one, the loss.
-        Without `restore`, which is called before each backward pass (PP-4), there are only forward passes.
+        Without `restore`, which is called before each backward pass, there are only forward passes.
         """
         waiting: dict[int, _Waiting] = {}
         sent: _Message | None = None
@@ -174,7 +173,7 @@ class Pipeline:
         self._exchange(sent)
 
     def from_last(self, found: Found) -> Found:
-        """The last stage's value, on every rank of the column (PP-5), which all must call it."""
+        """The last stage's value, on every rank of the column, which all must call it."""
         if self._group is None:
             return found
         box: list[Any] = [found if self.stage.is_last else None]
@@ -183,7 +182,7 @@ class Pipeline:
 
     def gathered(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of this stage, and on the rank that writes folders after them those of the later stages, in CPU
-        memory (PP-6). Every rank must take them all."""
+        memory. Every rank must take them all."""
         for name, tensor in tensors:
             if self._writes and not self.stage.is_first:
                 self._send((name, tensor.shape, tensor.dtype))
@@ -224,7 +223,7 @@ class Pipeline:
 
     def _backward(self, one: _Waiting, sent: _Message | None, restore: Callable[[Microbatch], None]) -> _Message | None:
         gradient = self._exchange(sent, one.batch, self.stage.number + 1)
-        restore(one.batch)  # PP-4
+        restore(one.batch)
         one.output.backward(gradient)
         if one.arrived is None:
             return None
@@ -235,7 +234,7 @@ class Pipeline:
         self, sent: _Message | None, batch: Microbatch | None = None, source: int = -1
     ) -> torch.Tensor | None:
         """Send what a pass gave, and receive what the stage `source`, if there is one, sends of this microbatch:
-        at once, because the two may wait for each other (PP-2)."""
+        at once, because the two may wait for each other (train-8)."""
         arriving, operations = None, []
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent.tensor, group=self._group, group_peer=sent.to))

@@ -1,9 +1,8 @@
 """Runs the engine of one rank on its own thread, so that the actor's event loop stays responsive.
 
-Invariants
-    RK-1  Only this thread touches the engine; calls run one at a time, in the order they were made.
-    RK-2  Steps run while another thread writes a checkpoint; only the copy of the state holds them up.
-    RK-3  Every call and every write is a piece of work that the process does not survive if it gets stuck (LW-2).
+Only this thread touches the engine; calls run one at a time, in the order they were made. Steps run while another
+thread writes a checkpoint; only the copy of the state holds them up. Every call and every write is a piece of work that
+the process does not survive if it gets stuck (LW-2).
 """
 
 import asyncio
@@ -29,7 +28,7 @@ class RankThread(Generic[EngineT]):
     """Builds an engine on its thread and runs calls there."""
 
     def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)  # RK-1
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-checkpoint")
         self._engine: EngineT | None = None
         self._staged: StagedState | None = None
@@ -51,7 +50,7 @@ class RankThread(Generic[EngineT]):
         self, settings: TrainerSettings, make: Callable[[], EngineT], checkpoint: Path | None = None
     ) -> None:
         """Join the process group, and build the engine; with `checkpoint` load its state from that folder."""
-        await self.run(lambda: join_process_group(settings.threads, settings.ranks), "join")  # RK-1: on the thread
+        await self.run(lambda: join_process_group(settings.threads, settings.ranks), "join")  # on the thread
         self._engine = await self.run(make, "build")
         if checkpoint is not None:
             from goaly.train.saved_state import load_state
@@ -62,7 +61,7 @@ class RankThread(Generic[EngineT]):
         """Run `call` on the thread, as a span of this name."""
 
         def recorded() -> T:
-            with Work(span), spans.span(span, **about):  # RK-3
+            with Work(span), spans.span(span, **about):
                 return call()
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, recorded)
@@ -74,12 +73,12 @@ class RankThread(Generic[EngineT]):
         return await self.run(self._stage, "stage")
 
     async def write(self, folder: Path) -> None:
-        """Write the staged state of all ranks to this folder, on a thread of its own (RK-2)."""
+        """Write the staged state of all ranks to this folder, on a thread of its own."""
         staged = self._staged
         assert staged is not None, "stage comes before write"
 
         def write() -> None:
-            with Work("write"), spans.span("write"):  # RK-3
+            with Work("write"), spans.span("write"):
                 staged.write(folder)
 
         self._writing = asyncio.get_running_loop().run_in_executor(self._writer, write)

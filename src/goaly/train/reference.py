@@ -3,10 +3,11 @@
 Its weights are frozen, or replaced by the policy's every `refresh_every` steps. It may have fewer or more ranks than
 the trainer (`resharding.py`).
 
-Invariants
-    RF-1  One version of the reference computes all log-probs of a batch: with `refresh_every=n`, policy version
-          k - k % n those of batch k.
-    RF-2  Weights that are not those that were published end the reference (`weights/digest.py`).
+Weights that are not those that were published end the reference (`weights/digest.py`).
+
+Invariant
+    train-6: One version of the reference computes all log-probs of a batch: with `refresh_every=n`, policy version k -
+        k % n those of batch k.
 """
 
 import asyncio
@@ -98,7 +99,7 @@ class ReferenceModel(ModelActor):
         def logprobs(packed: "PackedRows") -> "Awaitable[Tensor]":
             return self._thread.run(lambda: engine.logprobs(packed.rows), "reference", batch=batch.id)
 
-        async with self._one_batch_at_a_time:  # RF-1
+        async with self._one_batch_at_a_time:  # train-6
             await self._refreshed_for(batch.id)
             await resharding.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
 
@@ -112,11 +113,11 @@ class ReferenceModel(ModelActor):
         spans.flush()
 
     async def _refreshed_for(self, batch_id: int) -> int:
-        """Load the reference weights of this batch (RF-1), and return their version."""
+        """Load the reference weights of this batch (train-6), and return their version."""
         subscriber, engine = self._subscriber, self._thread.engine
         if subscriber is None or self._refresh_every is None:
             return engine.policy_version
-        due = batch_id - batch_id % self._refresh_every  # RF-1
+        due = batch_id - batch_id % self._refresh_every  # train-6
         if due != engine.policy_version:
             for _ in range(2):  # once more if the trainer died meanwhile
                 await subscriber.newest(due - 1)  # the publish of the trainer, or of the one that replaces it
@@ -132,12 +133,12 @@ class ReferenceModel(ModelActor):
 
             def apply() -> None:
                 if self._group is not None:
-                    subscriber.verify_together(partial(gathered, group=self._group))  # RF-2
+                    subscriber.verify_together(partial(gathered, group=self._group))
                 engine.steps_done = subscriber.apply()
                 engine.check_base()
 
             await self._thread.run(apply, "refresh")
-            await subscriber.verify_applied()  # RF-2
+            await subscriber.verify_applied()
             await subscriber.release()
         return due
 

@@ -3,10 +3,11 @@
 The trainer has one share of the rows for each data-parallel rank. Shares are dealt to the ranks of the other mesh in
 rounds.
 
-Invariants
-    SH-1  Every share goes to exactly one data-parallel rank. All ranks have the same number of rounds and rows, so they
-          take part in every collective: a rank without a share in a round computes the first share as a dummy.
-    SH-2  The minibatches of a batch hold the same groups on any number of ranks.
+The minibatches of a batch hold the same groups on any number of ranks.
+
+Invariant
+    train-7: Every share goes to exactly one data-parallel rank. All ranks have the same number of rounds and rows, so
+        they take part in every collective: a rank without a share in a round computes the first share as a dummy.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,7 +48,7 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
     ]
     first = shares[0]
     sizes = [minibatch.rows for minibatch in first.minibatches] or [len(first.rows)]
-    by_minibatch = zip(*(share.rows.split(sizes) for share in shares), strict=True)  # SH-2
+    by_minibatch = zip(*(share.rows.split(sizes) for share in shares), strict=True)
     minibatches = tuple(replace(one, rows=one.rows * len(shares)) for one in first.minibatches)
     joined = torch.cat([rows for of_minibatch in by_minibatch for rows in of_minibatch])
     return replace(first, rows=joined, minibatches=minibatches)
@@ -56,7 +57,7 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
 async def _shares(
     queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", count: int
 ) -> AsyncIterator[tuple[int | None, "PackedRows"]]:
-    """The share of this rank in each round, by number; None and a dummy where it has none (SH-1)."""
+    """The share of this rank in each round, by number; None and a dummy where it has none (train-7)."""
     for first in range(0, count, engine.dp_ranks):
         number = first + engine.dp_rank
         dealt = number < count

@@ -4,11 +4,12 @@ The state is the engine's `state_dict`. Its folder is one of torch.distributed.c
 plans below give it the rectangles of every rank, as the weight store has them, because it finds wrong ones itself
 where FSDP and tensor parallelism divide one dim unevenly (weights-11).
 
-Invariants
-    SS-1  `write` writes the state of the last `stage`, whatever the engine has done since.
-    SS-2  All ranks' files of a folder have the state of one version.
-    SS-3  A state loads into any mesh unchanged, also with more or fewer stages. A folder with other tensors, shapes or
-          types than all ranks have together is refused.
+`write` writes the state of the last `stage`, whatever the engine has done since. All ranks' files of a folder have the
+state of one version.
+
+Invariant
+    train-5: A state loads into any mesh unchanged, also with more or fewer stages. A folder with other tensors, shapes
+        or types than all ranks have together is refused.
 """
 
 import os
@@ -51,7 +52,7 @@ class StagedState:
         self._version = -1
 
     def stage(self) -> int:
-        """Copy the state, and return its version. The engine may change once this returns (SS-1)."""
+        """Copy the state, and return its version. The engine may change once this returns."""
         sources = [local(tensor) for tensor in self._state.values()]
         on_gpu = any(source.is_cuda for source in sources)
         torch._foreach_copy_([copy.local for copy in self._copies.values()], sources, non_blocking=on_gpu)
@@ -80,7 +81,7 @@ class StagedState:
             versions *= self._group.size()
             dist.all_gather_object(versions, self._version, self._group)
         assert self._version >= 0, "stage comes before write"
-        assert len(set(versions)) == 1, f"the ranks staged different versions: {versions}"  # SS-2
+        assert len(set(versions)) == 1, f"the ranks staged different versions: {versions}"
 
 
 def load_state(engine: ModelEngine, folder: Path) -> None:
@@ -169,7 +170,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._names = names
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Refuse a folder of another model (SS-3)."""
+        """Refuse a folder of another model (train-5)."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
         saved = metadata.state_dict_metadata
         for names, problem in ((self._names - saved.keys(), "has no"), (saved.keys() - self._names, "also has")):

@@ -138,7 +138,7 @@ class RanksSettings(Settings):
             yield from self._problems_within_experts(name, among // self.ep, shape, whose)
 
     def _problems_within_experts(self, name: str, ranks: int, shape: "Architecture", whose: str) -> Iterator[str]:
-        """One line for each part of an expert that so many ranks cannot divide: more ranks than experts divide each of
+        """One line for each part of an expert that `ranks` cannot divide: more ranks than experts divide each of
         them, along the first dimension of its matrices and evenly."""
         for part, width in self._widths_within_experts(shape).items():
             if width % ranks:
@@ -224,7 +224,7 @@ class ReferenceSettings(RanksSettings):
     path: str | None = None
     """A Hugging Face folder; null is the model that training starts from."""
     refresh_every: PositiveInt | None = None
-    """Copy the policy's weights to the reference every so many steps; null never does. Each copy is also written to the
+    """Steps between two copies of the policy's weights to the reference; null never copies. Each copy is also in the
     run folder."""
     offload: bool = False
     """Keep the parameters in CPU memory and copy one block at a time to the GPU in each pass. Set it if the reference

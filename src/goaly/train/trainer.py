@@ -3,9 +3,9 @@
 A mesh of `pp * fsdp * tp * cp` actors is one trainer; the controller calls each endpoint on all ranks at once. The
 torch environment (RANK and friends) must be set before `start`.
 
-Invariants
-    PT-1  Weights are published only between two batches; their version is the number of batches trained. A version is
-          published once, however often it is asked for.
+Invariant
+    train-4: Weights are published only between two batches; their version is the number of batches trained. A version
+        is published once, however often it is asked for.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class PolicyTrainer(ModelActor):
         asked = time.monotonic()
         rows = await self._queue.rows.call_one(batch.id, engine.dp_rank)
         started = time.monotonic()
-        async with self._parameters_at_rest:  # PT-1
+        async with self._parameters_at_rest:  # train-4
             version = engine.policy_version
             routing = {}
             if self._moe.compares(version):
@@ -114,7 +114,7 @@ class PolicyTrainer(ModelActor):
         """Stage this rank's shards of the current version, and return the version once they are copied."""
         engine = self._thread.engine
         assert self._publisher is not None, "start makes engine and publisher"
-        async with self._parameters_at_rest:  # PT-1
+        async with self._parameters_at_rest:  # train-4
             version = engine.policy_version
             if version != self._published:
                 with spans.span("publish", version=version):

@@ -45,7 +45,7 @@ def test_all_else_may_be_sampled(sampling: dict[str, Any]) -> None:
     assert limits_of(True)(Sampling(**sampling)) is None
 
 
-def test_log_probs_are_the_trainers_beside_requests_with_a_limit() -> None:  # LP-4
+def test_log_probs_are_the_trainers_beside_requests_with_a_limit() -> None:  # train-10
     from goaly.generate.bitwise_backend import use_exact_logprobs
 
     logits_RV = torch.randn(4, 10)

@@ -179,7 +179,7 @@ def _same_gradients(mine: torch.Tensor, plain: torch.Tensor, given: list[torch.T
         torch.testing.assert_close(one, other)
 
 
-def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None:  # LP-4, PC-1
+def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None:  # train-10, train-9
     from goaly.generate.bitwise_backend import use_exact_logprobs
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings

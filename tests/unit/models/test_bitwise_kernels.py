@@ -19,7 +19,7 @@ CLAIMS = (
     "attention_has_values_and_gradients_of_the_ordinary_one",
     "a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm",  # BA-1
     "a_trainer_takes_a_step_with_the_gradients_of_fast_numerics",
-    "a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit",  # LP-4
+    "a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit",  # train-10
 )
 
 

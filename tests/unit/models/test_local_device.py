@@ -60,7 +60,7 @@ def test_a_local_rank_without_a_gpu_is_refused(gpus: Gpus, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(20)
-def test_a_rank_builds_and_runs_its_engine_in_the_thread_whose_device_was_chosen(  # RK-1
+def test_a_rank_builds_and_runs_its_engine_in_the_thread_whose_device_was_chosen(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.count = 2

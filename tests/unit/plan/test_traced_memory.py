@@ -123,7 +123,7 @@ def test_ranks_that_divide_tokens_shard_parameters_and_halve_activations(shape: 
     assert both.logprobs < alone.logprobs / 1.5
 
 
-def test_each_stage_holds_its_layers_and_the_activations_of_microbatches_that_wait():  # PP-3
+def test_each_stage_holds_its_layers_and_the_activations_of_microbatches_that_wait():
     settings, documents = TrainerSettings(pp=3, tp=2), (400, 112)
     shape = replace(DENSE, layers=10)
     found = trace(shape, "bfloat16", settings, documents, on_gpu=True)

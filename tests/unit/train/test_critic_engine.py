@@ -119,7 +119,7 @@ def assert_same(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
         torch.testing.assert_close(others[name], one, atol=2e-6 * one.abs().max().item() + 1e-8, rtol=2e-4, msg=name)
 
 
-def test_a_critic_begins_with_the_models_trunk_and_expects_nothing(engine, tiny_model_folder: Path):  # VH-1
+def test_a_critic_begins_with_the_models_trunk_and_expects_nothing(engine, tiny_model_folder: Path):
     made, policy = engine(), TrainEngine(ModelSettings(path=str(tiny_model_folder)), TRAINER)
     ours, theirs = made.named_tensors(), policy.named_tensors()
     assert ours.keys() == theirs.keys()
@@ -142,7 +142,7 @@ def test_a_value_is_that_of_the_state_before_its_token(engine):
     at = 5
     packed["tokens"][0, at] = (packed["tokens"][0, at] + 1) % 32
     after = made.values(packed)[0]
-    assert torch.equal(after[: at + 1], before[: at + 1])  # VE-1: the token itself is not known yet
+    assert torch.equal(after[: at + 1], before[: at + 1])  # the token itself is not known yet
     assert (after[at + 1 : len(document["tokens"])] != before[at + 1 : len(document["tokens"])]).all()
     assert not before[~packed["trained"][0]].any()
 
@@ -171,7 +171,7 @@ def test_the_gradient_is_that_of_the_mean_squared_error_written_plainly(engine):
 
 def test_values_and_gradient_are_the_same_for_any_packing_and_any_microbatches(engine):
     made, sequences = moved(engine()), judged(8)
-    one = gradients(made, pack(sequences, rows=4, row_length=128), 4)  # VE-2
+    one = gradients(made, pack(sequences, rows=4, row_length=128), 4)
     assert_same(one, gradients(made, pack(sequences, rows=4, row_length=128), 1))
     assert_same(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1))
     apart, together = pack(sequences, rows=8, row_length=64).rows, pack(sequences, rows=1, row_length=400).rows
@@ -206,7 +206,7 @@ def test_the_steps_on_a_batch_are_the_same_on_any_packing_and_any_number_of_rank
     (metrics, parameters), *others = found
     started = moved(engine(folder=small_model)).named_tensors()
     assert max(float((parameters[name] - started[name]).abs().max()) for name in started) > 0.05
-    for of_other, theirs in others:  # VE-2
+    for of_other, theirs in others:
         assert of_other == pytest.approx(metrics, rel=1e-4, abs=1e-5)
         torch.testing.assert_close(theirs, parameters, atol=1e-5, rtol=1e-3)
 
@@ -240,7 +240,7 @@ def test_the_rate_goes_on_with_the_batch_not_with_its_steps(engine):
     made = engine(dataclasses.replace(SETTINGS, epochs=3, schedule=schedule))
     packed = in_parts(pack(judged(4), rows=2, row_length=200), 1, 1)
     rates = [made.train_steps(packed)["lr"] for _ in range(3)]
-    assert rates == pytest.approx([3e-3, 0.75 * 3e-3, 0.5 * 3e-3])  # TE-4
+    assert rates == pytest.approx([3e-3, 0.75 * 3e-3, 0.5 * 3e-3])
     assert made.steps_done == 3
 
 

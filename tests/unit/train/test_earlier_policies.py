@@ -19,7 +19,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"weight": weight, "bias": torch.randn(3, generator=random), "version": torch.zeros((), dtype=torch.int64)}
 
 
-def test_within_loaded_the_tensors_are_those_of_the_version_as_it_is_computed():  # EA-1
+def test_within_loaded_the_tensors_are_those_of_the_version_as_it_is_computed():
     live = tensors()
     kept = EarlierPolicies(live, 3, torch.bfloat16)
     before = {name: one.detach().clone() for name, one in live.items()}
@@ -41,7 +41,7 @@ def test_within_loaded_the_tensors_are_those_of_the_version_as_it_is_computed():
     assert all(torch.equal(one, changed[name]) for name, one in live.items())
 
 
-def test_the_last_versions_are_kept():  # EA-2
+def test_the_last_versions_are_kept():
     live = tensors()
     kept = EarlierPolicies(live, 2, torch.float32)
     for version in range(4):
@@ -57,7 +57,7 @@ def test_the_last_versions_are_kept():  # EA-2
     assert not none.versions
 
 
-def test_the_biases_of_experts_and_the_version_belong_to_a_policy(tmp_path: Path):  # EA-1
+def test_the_biases_of_experts_and_the_version_belong_to_a_policy(tmp_path: Path):
     folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
     engine = TrainEngine(ModelSettings(path=str(folder), numerics="bitwise"), TrainerSettings(), earlier_policies=1)
     engine._earlier.keep(0)

@@ -50,7 +50,7 @@ def assert_same_gradients(ones: dict[str, torch.Tensor], others: dict[str, torch
 @pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine, loss: LossSettings):  # AT-2
     made, sequences = engine(), documents(8)
-    one = gradients(made, pack(sequences, rows=4, row_length=128), 4, loss)  # TE-1
+    one = gradients(made, pack(sequences, rows=4, row_length=128), 4, loss)  # train-1
     assert_same_gradients(one, gradients(made, pack(sequences, rows=4, row_length=128), 1, loss))
     assert_same_gradients(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1, loss))
 
@@ -124,7 +124,7 @@ def test_the_entropy_is_reported_and_its_bonus_raises_it(engine):
     assert raised[0] < raised[-1] <= math.log(VOCABULARY)
 
 
-def test_the_same_inputs_give_bit_identical_parameters_and_resuming_continues_them(engine):  # TE-3
+def test_the_same_inputs_give_bit_identical_parameters_and_resuming_continues_them(engine):
     settings = dataclasses.replace(SETTINGS, schedule=ScheduleSettings(warmup_steps=2, decay="cosine", total_steps=6))
     batches = [pack(documents(4, seed=seed), rows=2, row_length=128) for seed in range(4)]
     one, other, resumed = engine(settings), engine(settings), engine(settings)

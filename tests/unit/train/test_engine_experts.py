@@ -187,7 +187,7 @@ def test_the_loads_of_the_last_step_are_part_of_the_state(with_experts: Callable
     assert one.digest() == other.digest()
 
 
-def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path: Path):  # TE-3
+def test_experts_have_the_same_gradients_each_time_with_several_threads(tmp_path: Path):
     folder = write_tiny_model(tmp_path, TinyModel(layers=1, experts=8, experts_per_token=5, hidden_dim=16))
     engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
     batch, threads = pack(documents(40), rows=8, row_length=320), torch.get_num_threads()
@@ -234,7 +234,7 @@ def routed(engine: TrainEngine, rows: TensorDict) -> tuple[Microbatch, list[Rout
 
 def test_tokens_go_to_the_experts_that_the_sampler_chose_and_others_to_their_own(
     with_experts: Callable[[float], TrainEngine],
-):  # TE-7
+):  # train-3
     engine = with_experts(0.0)
     rows = pack(documents(8, choices=CHOICES), rows=4, row_length=160).rows
     batch, found = routed(engine, rows)
@@ -253,7 +253,7 @@ def test_tokens_go_to_the_experts_that_the_sampler_chose_and_others_to_their_own
 
 def test_replay_trains_the_routers_and_reports_what_they_would_have_chosen_differently(
     with_experts: Callable[[float], TrainEngine],
-):  # TE-7
+):  # train-3
     engine = with_experts(0.0)
     batch = pack(documents(8, choices=CHOICES), rows=4, row_length=160)
     line, found = routed(engine, batch.rows)

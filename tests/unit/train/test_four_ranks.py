@@ -76,7 +76,7 @@ def test_documents_of_the_batch_go_on_in_the_shares_of_other_ranks():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_several_axes_have_the_gradient_metrics_and_step_of_one(  # TE-1, CP-3, CP-4, LP-2
+def test_ranks_of_several_axes_have_the_gradient_metrics_and_step_of_one(  # train-1, CP-3, CP-4
     out: Path, layout: str
 ):
     alone, degrees = trained(out / layout, settings_of(layout, ALONE)), LAYOUTS[layout]
@@ -91,7 +91,7 @@ def test_ranks_of_several_axes_have_the_gradient_metrics_and_step_of_one(  # TE-
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", REPLAYED)
-def test_ranks_of_several_axes_replay_choices_of_experts_as_one_does(out: Path, layout: str):  # TE-7
+def test_ranks_of_several_axes_replay_choices_of_experts_as_one_does(out: Path, layout: str):  # train-3
     alone = replayed(out / layout, settings_of(layout, ALONE))
     for rank in range(4):
         found = torch.load(out / f"{layout}.replayed.{rank}", weights_only=False)

@@ -70,7 +70,7 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(with_entropy: bool)
             hidden, torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64), chunk, 1.0
         )
         (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
-    assert seen.elements <= chunk * vocabulary  # LP-1
+    assert seen.elements <= chunk * vocabulary
 
 
 def test_in_bfloat16_on_a_cpu_only_the_gradients_are_rounded_and_once():
@@ -93,6 +93,6 @@ def test_in_bfloat16_on_a_cpu_only_the_gradients_are_rounded_and_once():
     exact = results(full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(1), exact_hidden, exact_weight)
     assert ours[0].dtype == ours[1].dtype == torch.float32
     for mine, true in zip(ours[:2], exact[:2], strict=True):
-        torch.testing.assert_close(mine.double(), true, atol=1e-4, rtol=1e-5)  # LP-3
+        torch.testing.assert_close(mine.double(), true, atol=1e-4, rtol=1e-5)
     for mine, true in zip(ours[2:], exact[2:], strict=True):
-        torch.testing.assert_close(mine.double().view_as(true), true, atol=1e-4, rtol=2**-8)  # LP-3
+        torch.testing.assert_close(mine.double().view_as(true), true, atol=1e-4, rtol=2**-8)

@@ -12,9 +12,7 @@ from tests.unit.train.batches import documents, pack
 @given(
     count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 2, 8, 300]), seed=st.integers(0, 99)
 )
-def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(  # MB-1
-    count: int, rows: int, multiple: int, seed: int
-):  # MB-1
+def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(count: int, rows: int, multiple: int, seed: int):
     packed = pack(documents(count, seed=seed, longest=20), rows=rows, row_length=240)
     line = microbatch(packed.rows, multiple_of=multiple)
     tokens, positions = line.tokens_1T[0], line.positions_1T[0]
@@ -29,7 +27,7 @@ def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(  # MB-1
         assert line.targets_P[index] == flat["tokens"][cell] == tokens[at]
         assert torch.equal(tokens[at + 1 - past : at + 1], flat["tokens"][cell + 1 - past : cell + 1])
         assert positions[at + 1 - past : at + 1].tolist() == list(range(past))
-    # MB-2: the line ends with the last trained token of each row, up to the multiple
+    # the line ends with the last trained token of each row, up to the multiple
     used = sum(int(row.nonzero().max()) + 1 for row in packed.rows["trained"] if row.any())
     assert len(tokens) == -(-used // multiple) * multiple
     assert line.columns["documents"].unique().numel() == count
@@ -37,7 +35,7 @@ def test_every_trained_token_keeps_its_past_its_columns_and_its_cell(  # MB-1
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 12), rows=st.integers(1, 5), seed=st.integers(0, 99))
-def test_parts_of_the_line_have_each_trained_token_once_with_its_columns(count: int, rows: int, seed: int):  # MB-4
+def test_parts_of_the_line_have_each_trained_token_once_with_its_columns(count: int, rows: int, seed: int):
     packed = pack(documents(count, seed=seed, longest=20, choices=(2, 8, 3)), rows=rows, row_length=240)
     line = microbatch(packed.rows, multiple_of=8)
     order = torch.randperm(line.tokens_1T.shape[1], generator=torch.Generator().manual_seed(seed))
@@ -68,7 +66,7 @@ def test_rows_without_a_trained_token_still_make_a_line():
 @given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 8]), seed=st.integers(0, 99))
 def test_tokens_before_the_last_trained_one_of_their_document_have_choices_to_replay(
     count: int, rows: int, multiple: int, seed: int
-):  # MB-3, TR-6
+):  # TR-6
     sequences = documents(count, seed=seed, longest=20, choices=(2, 8, 3))
     for number, sequence in enumerate(sequences):
         sequence["trained"][-1 - number % 3 :] = False  # as if an environment had the last word

@@ -95,7 +95,7 @@ def test_version_and_rate_go_on_with_the_batch_not_with_its_steps(engine):
     rates = []
     for seed in range(3):
         rates.append(made.train_step(in_two(batch(seed)), objective)["lr"])
-        assert made.policy_version == seed + 1  # TE-4
+        assert made.policy_version == seed + 1
     assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
 
 
@@ -107,7 +107,7 @@ def test_the_proximal_policy_of_every_part_is_that_of_before_the_batch(engine):
     first, others = seen[:2], seen[2:]
     assert len(others) == 1
     assert all((tokens.ratio_P == 1).all() for tokens in first)
-    assert torch.equal(others[0].proximal_logprobs_P, before[whole.rows["trained"][2:]])  # TE-6
+    assert torch.equal(others[0].proximal_logprobs_P, before[whole.rows["trained"][2:]])
     assert (others[0].ratio_P - 1).abs().max() > 0.01
     assert PROXIMAL not in whole.rows.keys()  # noqa: SIM118
 
@@ -123,7 +123,7 @@ def test_each_of_many_parts_has_the_proximal_policy_of_before_the_batch(engine):
     made.train_step(dataclasses.replace(whole, minibatches=minibatches), PolicyObjective(settings))
     assert len(seen) == 3
     for row, tokens in enumerate(seen):
-        assert torch.equal(tokens.proximal_logprobs_P, before[row][whole.rows["trained"][row]])  # TE-6
+        assert torch.equal(tokens.proximal_logprobs_P, before[row][whole.rows["trained"][row]])
 
 
 def test_ages_are_counted_from_the_version_that_trains(engine):
@@ -148,7 +148,7 @@ def test_a_later_part_that_is_not_finite_raises_and_its_step_changes_nothing(eng
     whole.rows["advantages"][2:] = float("nan")
     with pytest.raises(FloatingPointError, match="train loss is nan at policy version 0"):
         made.train_step(whole, objective)
-    assert_equal(parameters(made), parameters(alone))  # TE-2
+    assert_equal(parameters(made), parameters(alone))  # train-2
     assert made.policy_version == 0
 
 

@@ -302,7 +302,7 @@ def results(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", in_lanes(LAYOUTS))
-def test_two_ranks_have_the_gradient_metrics_and_step_of_one(  # LP-2
+def test_two_ranks_have_the_gradient_metrics_and_step_of_one(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     alone, out = results[0][layout], results[1]
@@ -328,7 +328,7 @@ def test_two_ranks_have_the_steps_of_one_on_a_batch_in_parts(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", in_lanes(REPLAYED))
-def test_two_ranks_replay_choices_of_experts_as_one_does(  # TE-7
+def test_two_ranks_replay_choices_of_experts_as_one_does(  # train-3
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results
@@ -348,14 +348,14 @@ def test_a_sharded_model_computes_with_what_was_written_since_its_last_forward_p
     assert (alone["after"] - alone["before"]).abs().max() > 0.1
     for rank in range(2):
         found = torch.load(out / f"{layout}.rewritten.{rank}", weights_only=False)
-        for when in ("before", "after"):  # TE-5
+        for when in ("before", "after"):
             rows = alone[when][found["dp_rank"] :: LAYOUTS[layout].get("fsdp", 1)]
             torch.testing.assert_close(found[when], rows, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", in_lanes(JUDGED))
-def test_two_ranks_have_the_values_and_the_steps_of_one_critic(  # VH-2
+def test_two_ranks_have_the_values_and_the_steps_of_one_critic(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
     _, out = results

@@ -46,7 +46,7 @@ def as_sampled(engine: TrainEngine, **counts: Any) -> PackedRows:
     )
 
 
-def test_a_step_counts_the_tokens_that_it_compares_and_the_ratio_is_one(engine: TrainEngine):  # PC-1
+def test_a_step_counts_the_tokens_that_it_compares_and_the_ratio_is_one(engine: TrainEngine):  # train-9
     for _ in range(2):
         batch = as_sampled(engine)
         metrics = engine.train_step(batch, OBJECTIVE)
@@ -80,7 +80,7 @@ def with_tokens_of(batch: PackedRows, other: PackedRows, every: int) -> None:
 @pytest.mark.parametrize("proximal", ["trainer", "sampler"])
 def test_all_tokens_of_all_minibatches_are_compared_those_of_older_versions_with_these(
     engine: TrainEngine, proximal: Any
-):  # PC-1 EA-1
+):  # train-9
     objective = PolicyObjective(LossSettings(proximal=proximal))
     versions = []
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_all_tokens_of_all_minibatches_are_compared_those_of_older_versions_with
     assert metrics["parity/share"] == 1
 
 
-def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny_model_folder: Path):  # EA-1
+def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny_model_folder: Path):
     other = TrainEngine(ModelSettings(path=str(tiny_model_folder), numerics="bitwise"), SETTINGS)
     first = as_sampled(engine)
     for one in (engine, other):
@@ -106,7 +106,7 @@ def test_comparing_older_versions_changes_no_parameter(engine: TrainEngine, tiny
     assert engine.digest() == other.digest()
 
 
-def test_a_token_of_an_older_version_that_differs_is_named_with_its_version(engine: TrainEngine):  # PC-1 PC-2
+def test_a_token_of_an_older_version_that_differs_is_named_with_its_version(engine: TrainEngine):  # train-9
     first = as_sampled(engine)
     engine.train_step(first, OBJECTIVE)
     batch = as_sampled(engine)
@@ -116,7 +116,7 @@ def test_a_token_of_an_older_version_that_differs_is_named_with_its_version(engi
     assert f"differ at 1 of {batch.batch_trained_tokens} tokens of policy version 0. " in differing(engine, batch)
 
 
-def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: TrainEngine):  # PC-1 PC-2
+def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: TrainEngine):  # train-9
     batch = as_sampled(engine, minibatches=TWO_STEPS)
     place = int(batch.rows["trained"][3].nonzero()[7])
     batch.rows["sampler_logprobs"][3, place] -= 1e-3
@@ -124,9 +124,7 @@ def test_a_difference_in_a_later_minibatch_is_found_before_any_step(engine: Trai
     assert f"token {int(batch.rows['tokens'][3, place])} at position {int(batch.rows['positions'][3, place])}" in said
 
 
-def test_the_first_step_that_does_not_compare_all_is_logged(
-    engine: TrainEngine, caplog: pytest.LogCaptureFixture
-):  # PC-4 EA-2
+def test_the_first_step_that_does_not_compare_all_is_logged(engine: TrainEngine, caplog: pytest.LogCaptureFixture):
     first = as_sampled(engine)
     for _ in range(3):
         engine.train_step(as_sampled(engine), OBJECTIVE)
@@ -140,7 +138,7 @@ def test_the_first_step_that_does_not_compare_all_is_logged(
     assert "The trainer has no parameters of the policy versions that sampled the others" in warning
 
 
-def test_a_token_of_a_version_that_is_still_to_come_ends_the_step(engine: TrainEngine):  # PC-4
+def test_a_token_of_a_version_that_is_still_to_come_ends_the_step(engine: TrainEngine):
     batch = as_sampled(engine)
     batch.rows["sampler_versions"][1, int(batch.rows["trained"][1].nonzero()[7])] = 1
     with pytest.raises(SchemaError, match="sampler_versions: tokens of versions after 0, the trainer's own: 1"):
@@ -163,7 +161,7 @@ def differing(engine: TrainEngine, batch: PackedRows, objective: PolicyObjective
     return str(error.value)
 
 
-def test_a_step_after_one_that_failed_compares_each_token_once(engine: TrainEngine):  # PC-1
+def test_a_step_after_one_that_failed_compares_each_token_once(engine: TrainEngine):  # train-9
     batch = as_sampled(engine)
     sound = batch.rows["sampler_logprobs"].clone()
     batch.rows["sampler_logprobs"] -= 1e-3
@@ -172,7 +170,7 @@ def test_a_step_after_one_that_failed_compares_each_token_once(engine: TrainEngi
     assert engine.train_step(batch, OBJECTIVE)["parity/share"] == 1
 
 
-def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):  # PC-2
+def test_a_difference_in_the_last_bit_ends_the_step_with_the_token_and_both_values(engine: TrainEngine):
     batch = as_sampled(engine)
     place = int(batch.rows["trained"][1].nonzero()[7])
     sampler = batch.rows["sampler_logprobs"]

@@ -126,7 +126,7 @@ def of_both(out: Path, layout: str, case: str) -> Any:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", BROKEN)
-def test_both_ranks_name_the_token_of_an_operation_that_one_computes_wrongly(out: Path, layout: str):  # PC-2, PC-3
+def test_both_ranks_name_the_token_of_an_operation_that_one_computes_wrongly(out: Path, layout: str):
     found = of_both(out, layout, "broken")
     assert f" of {of_both(out, layout, 'tokens')} tokens of policy version 0. " in found
     assert "the trainer's log-prob is" in found
@@ -134,7 +134,7 @@ def test_both_ranks_name_the_token_of_an_operation_that_one_computes_wrongly(out
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", OLDER)
-def test_both_ranks_compare_tokens_of_older_versions_with_these(out: Path, layout: str):  # PC-1, EA-1
+def test_both_ranks_compare_tokens_of_older_versions_with_these(out: Path, layout: str):  # train-9
     assert of_both(out, layout, "sound") == ["nothing differs"] * 2
     found = of_both(out, layout, "older")
     assert "of policy version 0" in found

@@ -138,7 +138,7 @@ def found_by_ranks(out: Path, layout: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stages_have_the_gradient_metrics_and_step_of_one_rank(out: Path, layout: str):  # TE-1, PP-1, PP-4, PP-5
+def test_stages_have_the_gradient_metrics_and_step_of_one_rank(out: Path, layout: str):  # train-1
     alone, degrees = trained(out / layout, settings_of(layout, ALONE)), LAYOUTS[layout]
     ranks, of_stage = found_by_ranks(out, layout), PROCESSES // degrees["pp"]
     names = set()
@@ -161,7 +161,7 @@ def test_stages_have_the_gradient_metrics_and_step_of_one_rank(out: Path, layout
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_folder_has_the_layers_of_all_stages(out: Path, layout: str):  # PP-6
+def test_the_folder_has_the_layers_of_all_stages(out: Path, layout: str):
     from goaly.models.spec import model_spec
 
     if "lora" in layout:
@@ -175,7 +175,7 @@ def test_the_folder_has_the_layers_of_all_stages(out: Path, layout: str):  # PP-
 
 
 @pytest.mark.timeout(240)
-def test_stages_take_the_steps_of_one_rank_on_a_batch_in_parts_and_replay_choices_of_experts(out: Path):  # TE-6, TE-7
+def test_stages_take_the_steps_of_one_rank_on_a_batch_in_parts_and_replay_choices_of_experts(out: Path):  # train-3
     folder, ranks = out / FURTHER, found_by_ranks(out, FURTHER)
     steps, expected = in_parts(folder, ALONE), replayed(folder, ALONE, layers=3)
     for found in ranks:
@@ -184,7 +184,7 @@ def test_stages_take_the_steps_of_one_rank_on_a_batch_in_parts_and_replay_choice
 
 
 @pytest.mark.timeout(240)
-def test_a_stage_computes_with_what_was_written_since_its_last_forward_pass(out: Path):  # TE-5
+def test_a_stage_computes_with_what_was_written_since_its_last_forward_pass(out: Path):
     alone = rewritten(out / FURTHER, ALONE)
     for found in found_by_ranks(out, FURTHER):
         for when in ("before", "after"):
@@ -214,7 +214,7 @@ def test_a_stage_moves_the_biases_of_its_own_experts(out: Path):
 
 
 @pytest.mark.timeout(240)
-def test_what_is_not_finite_on_the_last_stage_stops_all_ranks_and_changes_no_parameter(out: Path):  # TE-2, PP-5
+def test_what_is_not_finite_on_the_last_stage_stops_all_ranks_and_changes_no_parameter(out: Path):  # train-2
     for found in found_by_ranks(out, FURTHER):
         (loss, kept), (norm, also_kept) = found["refused"]
         assert loss == "train loss is nan at policy version 0"
@@ -224,7 +224,7 @@ def test_what_is_not_finite_on_the_last_stage_stops_all_ranks_and_changes_no_par
 
 
 @pytest.mark.parametrize("layers", range(1, 12))
-def test_stages_have_each_layer_once_and_about_as_many(layers: int):  # PP-1
+def test_stages_have_each_layer_once_and_about_as_many(layers: int):
     for count in range(1, layers + 1):
         stages = [stage_of(layers, count, number) for number in range(count)]
         assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
@@ -237,9 +237,7 @@ SHAPES = [(stages, microbatches) for stages in range(1, 6) for microbatches in r
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_a_stage_makes_each_pass_once_and_holds_no_more_microbatches_than_stages_follow(
-    stages: int, microbatches: int
-):  # PP-3
+def test_a_stage_makes_each_pass_once_and_holds_no_more_microbatches_than_stages_follow(stages: int, microbatches: int):
     for number in range(stages):
         order = schedule(stage_of(stages, stages, number), microbatches, trains=True)
         held: set[int] = set()
@@ -264,7 +262,7 @@ class Recording(Pipeline):
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_no_stage_waits_for_ever_even_if_a_message_is_sent_only_once_it_is_received(
     stages: int, microbatches: int, trains: bool
-):  # PP-2
+):  # train-8
     exchanges: list[deque[list[tuple[str, int]]]] = []
     for number in range(stages):
         pipeline = Recording(stage_of(stages, stages, number))

@@ -28,7 +28,7 @@ class Slow:
             raise OSError(ENOSPC, "No space left on device", str(folder))
 
 
-async def test_steps_run_during_a_write_and_only_the_next_stage_waits_for_it():  # RK-2
+async def test_steps_run_during_a_write_and_only_the_next_stage_waits_for_it():
     thread, slow = RankThread("test"), Slow()
     thread._staged = slow
     assert await thread.stage() == 3

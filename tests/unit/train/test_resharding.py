@@ -52,7 +52,7 @@ def test_every_share_is_computed_and_annotated_once_and_all_ranks_work_alike(cou
     for rank in range(ranks):
         asyncio.run(run(rank, leads=False))
     assert annotated == []
-    assert len(set(computed)) == 1  # SH-1
+    assert len(set(computed)) == 1  # train-7
     for rank in range(ranks):
         asyncio.run(run(rank, leads=True))
     due = [(7, number, "values", float(share.rows["trained"].sum())) for number, share in enumerate(packed)]
@@ -64,7 +64,7 @@ def test_every_share_is_computed_and_annotated_once_and_all_ranks_work_alike(cou
 def test_all_ranks_get_as_many_rows_with_every_trained_token_once(count: int, ranks: int):
     queue, packed, _ = queue_of(count)
     found = [asyncio.run(resharding.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
-    assert len({one.rows.batch_size for one in found}) == 1  # SH-1
+    assert len({one.rows.batch_size for one in found}) == 1  # train-7
     trained = sum(int(one.rows["trained"].sum()) for one in found)
     assert trained == sum(int(share.rows["trained"].sum()) for share in packed)
     assert all(share.rows["trained"].any() for share in packed)  # standing in changed nothing at the queue
@@ -79,5 +79,5 @@ def test_a_part_of_the_batch_is_one_part_of_all_shares_on_any_number_of_ranks(co
     packed[:] = [replace(share, minibatches=minibatches) for share in packed]
     found = [asyncio.run(resharding.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
     for number, of_ranks in enumerate(zip(*(one.split() for one in found), strict=True)):
-        assert sum(int(step.rows["trained"].sum()) for step in of_ranks) == counts[number]  # SH-2
+        assert sum(int(step.rows["trained"].sum()) for step in of_ranks) == counts[number]
         assert {step.batch_trained_tokens for step in of_ranks} == {counts[number]}

@@ -97,9 +97,7 @@ def saved(engine: ModelEngine, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [policy, critic])
-def test_a_loaded_state_continues_bit_for_bit_and_holds_nothing_of_later_steps(  # SS-1, TE-3
-    make: Any, folder: Path, tmp_path: Path
-):
+def test_a_loaded_state_continues_bit_for_bit_and_holds_nothing_of_later_steps(make: Any, folder: Path, tmp_path: Path):
     made = make(folder)
     for _ in range(2):
         step(made)
@@ -175,7 +173,7 @@ def test_a_schedule_that_has_ended_stays_at_its_end(folder: Path, tmp_path: Path
     assert step(longer)["lr"] > 0.75e-2
 
 
-def test_the_state_of_another_model_is_refused(folder: Path, tmp_path: Path):  # SS-3
+def test_the_state_of_another_model_is_refused(folder: Path, tmp_path: Path):  # train-5
     path = saved(policy(folder), tmp_path / "state")
     for size, problem in (
         (TinyModel(layers=3), r"state: the checkpoint has no .*layers\.2"),
@@ -229,7 +227,7 @@ def shares(tensor: torch.Tensor, placements: tuple[Any, ...]) -> list[_LocalTens
 @pytest.mark.parametrize("after", PLACEMENTS)
 @pytest.mark.parametrize("before", PLACEMENTS)
 @pytest.mark.parametrize("size", [(7, 5), (12, 8)])
-def test_a_tensor_loads_from_any_placement_into_any_other(  # SS-3
+def test_a_tensor_loads_from_any_placement_into_any_other(  # train-5
     before: str, after: str, size: tuple[int, int], tmp_path: Path
 ):
     tensor = torch.randn(size)
@@ -318,7 +316,7 @@ def found_by(out: Path, name: str) -> list[Any]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_continue_bit_for_bit_from_what_was_written_while_they_trained(  # SS-1
+def test_two_ranks_continue_bit_for_bit_from_what_was_written_while_they_trained(
     results: tuple[ModelEngine, Path], layout: str
 ):
     for found in found_by(results[1], layout):
@@ -330,7 +328,7 @@ def test_two_ranks_continue_bit_for_bit_from_what_was_written_while_they_trained
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # SS-3, weights-7
+def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # train-5, weights-7
     results: tuple[ModelEngine, Path], folder: Path, layout: str
 ):
     one, out = results
@@ -346,7 +344,7 @@ def test_a_state_and_its_digest_are_the_same_on_one_rank_and_on_two(  # SS-3, we
 
 
 @pytest.mark.timeout(240)
-def test_a_state_of_fsdp_loads_into_tensor_parallelism(results: tuple[ModelEngine, Path]):  # SS-3
+def test_a_state_of_fsdp_loads_into_tensor_parallelism(results: tuple[ModelEngine, Path]):  # train-5
     expected = found_by(results[1], "fsdp")[0]
     for digest, state in found_by(results[1], "crossed"):
         assert digest == expected["digest"]
@@ -354,7 +352,7 @@ def test_a_state_of_fsdp_loads_into_tensor_parallelism(results: tuple[ModelEngin
 
 
 @pytest.mark.timeout(240)
-def test_ranks_that_staged_different_versions_write_nothing(results: tuple[ModelEngine, Path]):  # SS-2
+def test_ranks_that_staged_different_versions_write_nothing(results: tuple[ModelEngine, Path]):
     for rank in range(2):
         assert "different versions: [2, 3]" in (results[1] / f"mixed.{rank}").read_text()
     assert not (results[1] / "mixed").exists()
