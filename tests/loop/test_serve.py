@@ -79,7 +79,7 @@ def test_clients_with_a_token_are_served_through_the_death_of_a_generator(
     assert more.usage.input_tokens > response.usage.total_tokens
     other = openai.OpenAI(base_url=url, api_key="first")
     with pytest.raises(openai.NotFoundError):
-        other.responses.create(model="any", input="3+4=", previous_response_id=response.id)  # PG-1
+        other.responses.create(model="any", input="3+4=", previous_response_id=response.id)
     with anthropic.Anthropic(base_url=root, api_key="first") as claude:
         message = claude.messages.create(model="any", max_tokens=8, messages=[QUESTION], extra_body={"temperature": 0})
         assert message.content[0].text == chat.choices[0].message.content

@@ -3,12 +3,10 @@
 vLLM's streaming parsers read it. They may take its beginning for a tool call that the whole answer is not, so its calls
 are sent once the whole has been read, as the recorded message has them.
 
-Invariants
-    AS-1  The pieces of an answer and the rest of its recorded message are that message, for each client, whenever it
-          came.
-    AS-2  What clients have seen stays: where the parts of an answer read differently than the whole, the message that
-          is recorded has the reasoning and the text of the parts.
-    AS-3  No piece has a part of a character, the beginning of a stop string, or spaces that may end the text.
+The pieces of an answer and the rest of its recorded message are that message, for each client, whenever it connects.
+Where a parser reads the parts of an answer differently than the whole, the recorded message has the reasoning and the
+text of the parts, which clients have seen. No piece has a part of a character, the beginning of a stop string, or
+spaces that may end the text.
 """
 
 import logging
@@ -53,7 +51,7 @@ class AnswerStream:
     ):
         """Without a `reading` the answer is its text. `on_piece` is called after each new piece."""
         self.pieces: list[Piece] = []
-        self._text = Detokenizer(decode)  # AS-3: it holds parts of characters
+        self._text = Detokenizer(decode)  # it holds parts of characters
         self._stops = stops
         self._reading = reading
         self._on_piece = on_piece
@@ -71,7 +69,7 @@ class AnswerStream:
         self._on_piece()
 
     def agreed(self, message: Message, tokens: Sequence[int], stop: str | None) -> Message:
-        """The message to record for the answer with these tokens, of which the whole reads as `message` (AS-2)."""
+        """The message to record for the answer with these tokens, of which the whole reads as `message`."""
         reasoning = "".join(piece.reasoning for piece in self.pieces)
         content = "".join(piece.content for piece in self.pieces)
         whole = message.reasoning_content or "", message.content or ""
@@ -102,7 +100,7 @@ class AnswerStream:
         some = [tokens] if self._reading is None else [[token] for token in tokens]  # as vLLM's parsers expect them
         self._unread += [(self._text.wrote(*each), list(each)) for each in some]
         text = "".join(text for text, _ in self._unread)
-        if not finished and self._may_stop(text):  # AS-3
+        if not finished and self._may_stop(text):
             return "", ""
         unread, self._unread = self._unread, []
         room = len(text) if stop is None or stop not in text else text.rfind(stop)
@@ -125,7 +123,7 @@ class AnswerStream:
         return self._kept(delta.reasoning or "", delta.content or "")
 
     def _kept(self, reasoning: str, content: str) -> tuple[str, str]:
-        """The part of this that may be shown: spaces wait for the text after them (AS-3)."""
+        """The part of this that may be shown: spaces wait for the text after them."""
         if not self._in_content:
             reasoning = self._spaces + reasoning
             if not content:
@@ -166,7 +164,7 @@ class Reader:
         return piece
 
     def rest(self, turn: RecordedTurn) -> Piece:
-        """What is left of the recorded answer (AS-1)."""
+        """The rest of the recorded answer."""
         return Piece(
             turn.tokens[self._tokens :].tolist(),
             turn.logprobs[self._tokens :].tolist(),

@@ -76,8 +76,8 @@ class AnswerParser:
         one_call: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
-        """The assistant's message in this answer, without the stop string that ended it; `tools` are those that it was
-        told of. With `choice="none"` tool calls stay in the text, with `one_call` the first one is kept.
+        """The assistant's message in this answer, without the stop string that ended it; `tools` are those of the
+        request. With `choice="none"` tool calls stay in the text, with `one_call` the first one is kept.
         `template_args` are those of the request: they may say that the answer has no reasoning."""
         text = self.text(completion, skip_special_tokens=self._parser is None)
         if self._parser is None:

@@ -1,8 +1,7 @@
 """An HTTP server on an event loop that others use, too. No client can hold a connection by sending half a request.
 
-Invariants
-    AH-1  A connection ends if a request's line and headers have not come within HEAD_SECONDS, or are larger than
-          MOST_HEAD_BYTES; also if the rest of a request has not come so long after its response.
+A connection ends if a request's line and headers have not come within HEAD_SECONDS, or are larger than MOST_HEAD_BYTES;
+also if the rest of a request is missing HEAD_SECONDS after its response.
 """
 
 import asyncio
@@ -51,12 +50,12 @@ def _check_end(serving: "asyncio.Task[None]") -> None:
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection of a client (AH-1)."""
+    """A connection of a client."""
 
     _end: asyncio.TimerHandle | None = None
     """Ends the connection, unless what must come does before."""
     _head_bytes = 0
-    """What has come of a head that has not ended; 0 between two heads."""
+    """Bytes so far of a head that has not ended; 0 between two heads."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -3,10 +3,11 @@
 Whether the template only appends is decided on its own renderings, compared with each other. What was sampled is never
 compared with them: the policy writes white space and JSON in its own way.
 
+The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
+
 Invariants
-    BR-1  A bridge exists only if the template renders the longer conversation as the recorded prompt, then every part
-          of the recorded answer (reasoning, content, each tool call), then a stop token, then all new messages.
-    BR-2  The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
+    agents-5: A bridge exists only if the template renders the longer conversation as the recorded prompt, then every
+        part of the recorded answer (reasoning, content, each tool call), then a stop token, then all new messages.
 """
 
 import logging
@@ -37,7 +38,7 @@ def bridge(
     stopped: bool,
     room: Room | None = None,
 ) -> list[int] | None:
-    """The tokens that continue a recorded answer to the request's next one; None if there is no bridge (BR-1).
+    """The tokens that continue a recorded answer to the request's next one; None if there is no bridge (agents-5).
 
     `text` is the rendered request. Its first `prompt` characters are the recorded prompt, which the message
     `request.messages[answer]` answered. `stopped` is whether a stop token was sampled, and `room` is as in
@@ -55,7 +56,7 @@ def bridge(
     tokens = chat.encode(whole.rest, room)
     if tokens[0] != whole.stop:
         return None
-    return tokens[1:] if stopped else tokens  # BR-2
+    return tokens[1:] if stopped else tokens
 
 
 def left_out(chat: ChatTokenizer, continuation: Continuation) -> int:

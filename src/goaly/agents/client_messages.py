@@ -32,7 +32,7 @@ def read_messages(
 
 
 def _listed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the message has in iterators, which can be read only once, and calls that vLLM's parser may change."""
+    """The message's iterators, which can be read only once, as lists, and its calls that vLLM's parser may change."""
     listed: dict[str, Any] = {}
     if not isinstance(content := message.get("content"), str | None):
         listed["content"] = list(content)

@@ -1,11 +1,9 @@
 """A request's conversation: plain messages of a client, as sessions compare them and templates render them.
 
-Invariants
-    CV-1  A client may leave out an assistant's reasoning: messages with and without it are equal, and `extended` puts
-          the recorded one back.
-    CV-2  A client may change the ids of tool calls, if each result names its call: messages are compared by the places
-          of calls, and `extended` puts the recorded ids back. Numbers of arguments are compared as JavaScript reads
-          them.
+A client may leave out an assistant's reasoning: messages with and without it are equal, and `extended` puts the
+recorded one back. A client may change the ids of tool calls, if each result names its call: messages are compared by
+the places of calls, and `extended` puts the recorded ids back. Numbers of arguments are compared as JavaScript reads
+them.
 """
 
 import json
@@ -52,7 +50,7 @@ class Conversation:
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
-        """A digest of the conversation up to each message: equal for equal ones with equal tools (CV-1, CV-2)."""
+        """A digest of the conversation up to each message: equal for equal ones with equal tools."""
         return self._digests((), self.messages)
 
     @property
@@ -72,10 +70,10 @@ class Conversation:
                 return None
         known = len(self.messages)
         digests = (*self.digests, *request.digests[known:])  # equal to the request's, and kept once
-        return request._with((*self.messages, *self._answering_own_calls(request)), digests)  # CV-1
+        return request._with((*self.messages, *self._answering_own_calls(request)), digests)
 
     def _answering_own_calls(self, request: "Conversation") -> list[Message]:
-        """The request's messages after those of this conversation; results name its calls by its own ids (CV-2)."""
+        """The request's messages after those of this conversation; results name its calls by its own ids."""
         known, messages = len(self.messages), []
         sent = replace(request, messages=request.messages[:known]).call_ids
         own = {theirs: ours for theirs, ours in zip(map(_id, sent), self.call_ids, strict=True) if theirs is not None}

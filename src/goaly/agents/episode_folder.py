@@ -3,9 +3,8 @@
     FOLDER/work   the working folder, empty at the start; verifiers find it as `prompt.metadata["episode_folder"]`
     FOLDER/home   HOME: `prompt.json` is what the program also reads from its standard input, `tmp` is TMPDIR
 
-Invariants
-    EF-1  A folder that is not kept is gone when its episode has been scored, also if that failed or was cancelled, and
-          when the worker dies while the program runs.
+A folder that is not kept is gone when its episode has been scored, also if that failed or was cancelled, and when the
+worker dies while the program runs.
 """
 
 import asyncio
@@ -86,6 +85,6 @@ async def episode_folder(name: str, kept_in: str | None = None) -> AsyncIterator
         yield folder
     finally:
         if not folder.is_kept:
-            await asyncio.to_thread(remove, str(folder.path))  # EF-1
+            await asyncio.to_thread(remove, str(folder.path))
             if folder.path.exists():
                 logger.warning("%s cannot be removed", folder.path)

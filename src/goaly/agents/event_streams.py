@@ -22,8 +22,8 @@ from goaly.agents.refusals import kind_of
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 10.0
-"""A stream sends something after so many seconds of silence, such as while its request waits or a tool call is
-sampled: clients and proxies give up a connection on which nothing comes."""
+"""Seconds of silence after which a stream sends a sign of life, such as while its request waits or a tool call is
+sampled: clients and proxies give up a silent connection."""
 COMMENT, PING = ": keep-alive\n\n", 'event: ping\ndata: {"type": "ping"}\n\n'
 _DATA = "data: "
 _FAILED = _DATA + '{"error"'

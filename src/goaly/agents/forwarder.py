@@ -3,8 +3,7 @@
 Agents name a model and sampling parameters, or none. Here a request gets the model of the evaluation, and those of its
 parameters that the agent does not name, as it would at an endpoint of goaly's own.
 
-Invariants
-    FW-1  Agents get a key of this endpoint; that of the API elsewhere never reaches them.
+Agents get a key of this endpoint; that of the API elsewhere never reaches them.
 """
 
 import json
@@ -99,7 +98,7 @@ class Forwarder:
             return error_response(request.url.path, Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key"))
         path = request.url.path.removeprefix("/v1")
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        headers |= {"authorization": f"Bearer {self._key}", "x-api-key": self._key}  # FW-1
+        headers |= {"authorization": f"Bearer {self._key}", "x-api-key": self._key}
         body = await request.body()
         if request.method == "POST":
             seed = seed_of(f"{episode.seeds}.{episode.requests}")

@@ -2,10 +2,11 @@
 
 It runs on the worker's event loop, in front of the worker's router. The API key names the session.
 
+Every error has the format of the API that was called. A request to a session of an earlier worker waits until the
+session goes on here, or gets an answer that asks for a retry.
+
 Invariants
-    GW-1  A request reaches the session of its key and no other. An unknown key gets 401.
-    GW-2  Every error has the format of the API that was called.
-    GW-3  A request to a session of an earlier worker waits until the session goes on here, or is told to ask again.
+    agents-8: A request reaches the session of its key and no other. An unknown key gets 401.
 """
 
 import asyncio
@@ -166,7 +167,7 @@ class Gateway:
             served.close()
 
     async def check(self, key: str, headers: Mapping[str, str]) -> None:
-        """Raise a Refusal if no open session has this key; wait for one that is about to go on here (GW-3)."""
+        """Raise a Refusal if no open session has this key; wait for one that is about to go on here."""
         if (awaited := self._awaited.get(key)) is not None and self._goes_on(key):
             try:
                 await asyncio.wait_for(awaited.wait(), REOPEN_SECONDS)
@@ -183,7 +184,7 @@ class Gateway:
         return False
 
     def session(self, key: str, path: str = "", body: bytes = b"", repeats: Repeats | None = None) -> ServedSession:
-        """The session of this key (GW-1)."""
+        """The session of this key (agents-8)."""
         if (served := self._sessions.get(key)) is not None:
             return served
         unknown = "the API key names no session that is open; use the key of `context.endpoint`"
@@ -262,7 +263,7 @@ class _Delivery:
 
 
 def _repeats(headers: Mapping[str, str]) -> Repeats:
-    """What the headers say of earlier attempts."""
+    """The headers about earlier attempts."""
     retries = headers.get("x-stainless-retry-count", "0")
     if not retries.isdecimal() or len(retries) > MOST_DIGITS:
         raise Refusal(f"x-stainless-retry-count={retries}: must be a number", HTTPStatus.BAD_REQUEST, "invalid_header")

@@ -1,11 +1,9 @@
 """The listening sockets of the rollout workers' endpoints, which the controller keeps open.
 
-Invariants
-    LS-1  A worker that takes the place of a dead one has its address. Clients that connect in between wait for it.
-    LS-2  Only processes of this user get a socket, and nothing is left of one when the controller ends, however it
-          ends.
-    LS-3  Connections have TCP_NODELAY, which Linux copies from the listening socket. asyncio sets it only on sockets
-          that name their protocol, which those of `socket.create_server` do not.
+A worker that takes the place of a dead one has its address. Clients that connect in between wait for it. Only processes
+of this user get a socket, and nothing is left of one when the controller ends, however it ends. Connections have
+TCP_NODELAY, which Linux copies from the listening socket. asyncio sets it only on sockets that name their protocol,
+which those of `socket.create_server` do not.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ BACKLOG = 1024
 
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens; OSError if another process has the port, which 0 lets the system choose. A small part of a
-    response is sent at once (LS-3)."""
+    response is sent at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,11 +88,11 @@ def listener_of(name: str) -> socket.socket:
         _, given, _, _ = socket.recv_fds(door, 1, 1)
     if not given:
         raise PermissionError("the controller has ended, or is another user's")
-    os.set_inheritable(given[0], False)  # LS-2: a child would keep the port
+    os.set_inheritable(given[0], False)  # a child would keep the port
     return socket.socket(fileno=given[0])
 
 
 def _hand_out(kept: socket.socket, door: socket.socket) -> None:
     with suppress(OSError), door.accept()[0] as client:  # a worker that was killed while it waited
-        if is_own_user(client):  # LS-2
+        if is_own_user(client):
             socket.send_fds(client, [b"\0"], [kept.fileno()])

@@ -5,9 +5,10 @@
 Standard input has the prompt as a JSON object, standard output is the final answer. Standard error is for people: its
 end is part of the error of a program that fails. The program works in a folder of its own (`episode_folder.py`).
 
+An answer is all of the standard output of a program that exited with 0; any other end fails its episode.
+
 Invariants
-    AP-1  When its episode ends in any way, or its worker does, no process that the program started is left (EV-1).
-    AP-2  An answer is all of the standard output of a program that exited with 0; any other end fails its episode.
+    agents-9: When its episode ends in any way, or its worker does, no process that the program started is left (EV-1).
 """
 
 import asyncio
@@ -68,9 +69,9 @@ async def answer_of_program(
         raise failures.exceptions[0] from None
     finally:
         unread = asyncio.gather(_end(process.stdout), _end(process.stderr))  # asyncio sees no end behind a full pipe
-        await stopped(process, ended)  # AP-1
+        await stopped(process, ended)  # agents-9
         await unread
-    if code != 0:  # AP-2
+    if code != 0:
         said = errors.result().decode(errors="replace").strip()
         told = f"its standard error ends with:\n{said}" if said else "its standard error is empty"
         raise ProgramFailed(f"the agent {command[0]} ended with {end_of(code)}; {told}")

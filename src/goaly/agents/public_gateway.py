@@ -3,12 +3,10 @@
 Each request has a session of its own. The last ones are kept for retries, and those of OpenAI's Responses API for
 `previous_response_id`.
 
-Invariants
-    PG-1  With tokens, a request without one of them gets 401. No token reaches the responses of another.
-    PG-2  A retry of a request, by the client's word, gets the answer of that request, as long as its session is kept.
-    PG-3  Without tokens, only requests to a name or an address of this machine are answered, and only of pages that
-          came from one: no page of another machine reaches the policy through its reader's browser, not even one whose
-          name leads here (DNS rebinding).
+With tokens, a request without one of them gets 401. No token reaches the responses of another. A retry of a request, by
+the client's word, gets the answer of that request, as long as its session is kept. Without tokens, only requests to a
+name or an address of this machine are answered, and only of pages that came from one: no page of another machine
+reaches the policy through its reader's browser, not even one whose name leads here (DNS rebinding).
 """
 
 import asyncio
@@ -33,7 +31,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy, TokenSampler
 
 KEPT_REQUESTS = 1024
-"""Retries of so many of the last requests are not sampled again."""
+"""Number of the last requests whose retries are not sampled again."""
 RESPONSES = "/v1/responses"
 KEPT_RESPONSES = 1024
 """So many of the last conversations of the Responses API can be continued by id."""
@@ -89,8 +87,8 @@ class PublicGateway:
         await self._http.close()
 
     async def check(self, key: str, headers: Mapping[str, str]) -> None:
-        """Raise a Refusal if there are tokens and this is none of them (PG-1), or if there are none and a page of
-        another machine may have sent the request (PG-3)."""
+        """Raise a Refusal if this is not one of the tokens, or if no token is set and a page of another machine may
+        have sent the request."""
         if not self._tokens:
             self._check_here("host", f"//{headers.get('host', '')}")
             self._check_here("origin", headers.get("origin", "//localhost"))
@@ -100,7 +98,7 @@ class PublicGateway:
             raise Refusal("the API key is not one of this server's tokens", HTTPStatus.UNAUTHORIZED, "invalid_api_key")
 
     def _check_here(self, name: str, url: str) -> None:
-        """Raise a Refusal unless this header names this machine (PG-3)."""
+        """Raise a Refusal unless this header names this machine."""
         try:
             host = urlsplit(url).hostname or ""
         except ValueError:

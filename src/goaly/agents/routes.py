@@ -238,4 +238,4 @@ def _invalid(request: Request, first: Any) -> Refusal:
 _FIELD = re.compile(r"(?!(?:body|str|int|float|bool|dict|list)$)[a-z_][a-z0-9_]*|\d+")
 """A field or an index in the place of an error; other parts are names of types."""
 _PARAMETER = re.compile(r" \(parameter=[^()]*\)$")
-"""What vLLM adds to the message of an error."""
+"""The text that vLLM adds to the message of an error."""

@@ -1,11 +1,12 @@
 """A session as agents reach it by HTTP: it answers requests, knows retries, and keeps rewards that agents send.
 
+Requests that are merely equal each get answers of their own. A request that no client waits for any more is cancelled
+at the generator, and not recorded. The id of a response is that of its call, of its session, and of no other. Only its
+clients know it.
+
 Invariants
-    CA-1  A retry of a request gets the answers of that request, and adds nothing. So does a request that is sent again
-          because the client lost the answer.
-    CA-2  Requests that are merely equal each get answers of their own.
-    CA-3  A request that no client waits for any more is cancelled at the generator, and not recorded.
-    CA-4  The id of a response is that of its call, of its session, and of no other. Only its clients know it.
+    agents-6: A retry of a request gets the answers of that request, and adds nothing. So does a request that is sent
+        again because the client lost the answer.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class _State(Enum):
 
 
 class Repeats(NamedTuple):
-    """What a request says of earlier attempts."""
+    """The headers of a request about earlier attempts."""
 
     retries: int = 0
     """How often the client has sent it before."""
@@ -79,7 +80,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a call asks for."""
+    """The request of a call."""
 
     continuation: Continuation
     tools: Sequence[Mapping[str, Any]]
@@ -113,7 +114,7 @@ class Exchange:
     returned: list[RecordedTurn] = field(default_factory=list)
     """Its answers that the serving code has not read yet."""
     delta: Any = None
-    """What the serving code sends next in a stream, as vLLM's `DeltaMessage`."""
+    """The part that the serving code sends next in a stream, as vLLM's `DeltaMessage`."""
 
 
 EXCHANGE: ContextVar[Exchange] = ContextVar("EXCHANGE")
@@ -146,7 +147,7 @@ class ServedSession:
                     self._counts[request] = max(self._counts.get(request, 0), int(count))
 
     def call(self, path: str, body: bytes, repeats: Repeats) -> Call:
-        """The call of an HTTP request: a new one, or the one that it repeats (CA-1, CA-2)."""
+        """The call of an HTTP request: a new one, or the one that it repeats (agents-6)."""
         retries, idempotency_key = repeats
         request = request_digest(path, body)
         if idempotency_key is not None:
@@ -159,7 +160,7 @@ class ServedSession:
         earlier = [call for call in self._calls.values() if call.request == request]
         lost = [call for call in earlier if call.state is _State.LOST]
         if lost:
-            lost[0].state = _State.UNDER_WAY  # an equal request gets the next one (CA-2)
+            lost[0].state = _State.UNDER_WAY  # an equal request gets the next one
             return lost[0]
         if retries and earlier:
             return next((call for call in earlier if call.state is _State.UNDER_WAY), earlier[-1])
@@ -196,7 +197,7 @@ class ServedSession:
 
     async def pieces(self, call: Call, ask: Ask) -> AsyncGenerator[tuple[int, Piece]]:
         """The answers of this call in pieces, each with the answer's number: what there is already, and the others when
-        they are sampled (AS-1)."""
+        they are sampled."""
         readers = [Reader() for _ in range(ask.answers)]
         turns = self.recorded(call)
         if len(turns) < ask.answers:
@@ -223,7 +224,7 @@ class ServedSession:
             yield work
         finally:
             call.waiting -= 1
-            if not work.done() and call.waiting == 0:  # CA-3
+            if not work.done() and call.waiting == 0:
                 work.cancel()
             if call.work is work and (work.done() or call.waiting == 0):  # a retry may have begun another one
                 call.work, call.streams = None, {}
@@ -344,6 +345,6 @@ def request_digest(path: str, body: bytes) -> str:
 
 
 def _seeded(sampling: Sampling, answers: int) -> Iterator[Sampling]:
-    """The sampling of each of so many answers: with a seed, each has its own."""
+    """The sampling of each answer: with a seed, each has its own."""
     for number in range(answers):
         yield sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number)

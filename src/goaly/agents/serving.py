@@ -215,7 +215,7 @@ def _read(tokens: Sequence[int]) -> RecordedTurn:
 
 
 def _deltas(piece: Piece) -> list[DeltaMessage | None]:
-    """What clients get of a piece, one after the other: reasoning, text, and each call."""
+    """The parts of a piece that clients get, one after the other: reasoning, text, and each call."""
     deltas: list[DeltaMessage | None] = []
     if piece.reasoning:
         deltas.append(DeltaMessage(reasoning=piece.reasoning))

@@ -3,15 +3,16 @@
 Consumes requests (messages, tools) and completions; produces the prompt of each request, and the episode's
 trajectories. `docs/agents.md` draws the tree. No I/O: the gateway sends the requests and keeps the time.
 
+Recorded turns and requests under way never exceed the limits together. An ended session takes none, and no reward
+either: its log is complete.
+
 Invariants
-    SE-1  The prompt of a request is exactly the tokens of its path, the sampled ones as the engine gave them.
-    SE-2  A request continues the deepest recorded turn whose conversation its messages extend, and from which the chat
-          template only appends. If there is none, it begins a branch at the root.
-    SE-3  Each sampled token is trained in exactly one trajectory, with its log-probability and version. Elsewhere it is
-          context: not trained, log-probability 0, no version.
-    SE-4  A session that is rebuilt from its records equals the one that wrote them.
-    SE-5  Recorded turns and requests under way never exceed the limits together. An ended session takes none, and no
-          reward either: its log is complete.
+    agents-1: The prompt of a request is exactly the tokens of its path, the sampled ones as the engine gave them.
+    agents-2: A request continues the deepest recorded turn whose conversation its messages extend, and from which the
+        chat template only appends. Without one it begins a branch at the root.
+    agents-3: Each sampled token is trained in exactly one trajectory, with its log-probability and version. Elsewhere
+        it is context: not trained, log-probability 0, no version.
+    agents-4: A session that is rebuilt from its records equals the one that wrote them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ class Session:
 
     @contextmanager
     def sampling(self, answers: int = 1, *, trained: bool = True) -> Iterator[None]:
-        """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them (SE-5). The end
+        """Counts answers as under way. SessionExhausted or SessionBusy if the limits don't allow them. The end
         of the context for one that is not `trained` says nothing of the session."""
         turns, used, limits = len(self.turns) + self._under_way + answers, self._sampled_tokens, self.limits
         self._check_open()
@@ -144,7 +145,7 @@ class Session:
         template_args: Mapping[str, Any] | None = None,
         room: Room | None = None,
     ) -> Continuation:
-        """The place of a request in the tree, and its prompt (SE-1, SE-2). Records nothing. `room` is as in
+        """The place of a request in the tree, and its prompt (agents-1, agents-2). Records nothing. `room` is as in
         `ChatTokenizer.encode`. ValueError if the chat template can't render the messages."""
         turn, request = self._deepest(Conversation.of(messages, tools, template_args))
         if any(message.role == PLAIN for message in request.messages):
@@ -194,10 +195,10 @@ class Session:
         *,
         malformed: int = 0,
     ) -> RecordedTurn:
-        """Add a completion, which was returned to the client as `message`, with so many malformed tool calls. Each call
-        is a turn of its own, also for equal requests. `key` names the request for `turn_of`."""
+        """Add a completion, which was returned to the client as `message`, with its number of malformed tool calls.
+        Each call is a turn of its own, also for equal requests. `key` names the request for `turn_of`."""
         self._check_open()
-        if completion.prompt != continuation.prompt:  # SE-1
+        if completion.prompt != continuation.prompt:  # agents-1
             raise EpisodeError(
                 f"{self._where}: the completion continues {len(completion.prompt)} other tokens; it must continue the "
                 f"{len(continuation.prompt)} of its request"
@@ -280,8 +281,8 @@ class Session:
         to the process rewards of the turns that it trains; None is the sum of what `add_reward` got.
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
-        (SE-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless there is
-        no other. All are truncated if the session is `exhausted`, or the time limit has ended it."""
+        (agents-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless
+        there is no other. All are truncated if the session is `exhausted`, or the time limit has ended it."""
         if reward is None and (reward := self.reward) is None:
             raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
         return [
@@ -310,7 +311,7 @@ class Session:
             yield {"kind": "end", "how": self.ended.value}
 
     def replay(self, records: Iterable[Record]) -> "Session":
-        """Make the changes that another session logged, without logging them again (SE-4). Returns this session."""
+        """Make the changes that another session logged, without logging them again (agents-4). Returns this session."""
         for record in records:
             match record["kind"]:
                 case "turn":

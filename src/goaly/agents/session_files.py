@@ -3,12 +3,13 @@
 `RUN/sessions/TICKET.SAMPLE.jsonl` has the records of one session, from its beginning to the end of its group;
 `TICKET.SAMPLE.retry1.jsonl` takes its place if the episode begins again.
 
+Sessions of a controller that ended are not continued: the policy may be an older one now.
+
 Invariants
-    KS-1  A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP. The
-          same requests, sent again, get the same answers (CA-1). What the episode's own code said it says again, and
-          what continued that, or came after it at the same turn, is asked again. So is what came after a record that
-          could not be written.
-    KS-2  Sessions of a controller that ended are not continued: the policy may be an older one now.
+    agents-7: A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP.
+        The same requests, sent again, get the same answers (agents-6). The episode's own code repeats its requests.
+        Requests that continued these, or came after one at the same turn, are sampled again too, as are those after a
+        record that could not be written.
 """
 
 import json
@@ -62,7 +63,7 @@ class SessionFiles:
         return max((int(path.stem.rpartition("retry")[2]) for path in later), default=0)
 
     def records(self, name: str) -> list[Record]:
-        """What an earlier worker has recorded of the session with this name."""
+        """The records of an earlier worker for the session with this name."""
         path = self._folder / f"{name}.jsonl"
         if not path.exists():
             return []
@@ -128,7 +129,7 @@ def forget_group(folder: Path, ticket: int) -> None:
 
 
 def forget_sessions(folder: Path) -> None:
-    """Delete the files of all sessions (KS-2)."""
+    """Delete the files of all sessions."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

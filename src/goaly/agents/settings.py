@@ -39,7 +39,7 @@ class AgentSettings(Settings):
         return self.function is not None and not _takes(self.called, [], base_url="", api_key="")
 
     def warning(self, chat: ChatSettings) -> str | None:
-        """What the agent cannot do with these parsers; None if it can do all, or asks through its context."""
+        """A warning if these parsers keep the agent from using tools; None if it can, or asks through its context."""
         if chat.tool_parser is not None or self.problems("") or self.is_episode:
             return None
         return "chat.tool_parser is null: requests of the agent that have tools will be refused"

@@ -32,7 +32,7 @@ def trajectory_of(
     environment: str,
     truncated: bool,
 ) -> Trajectory:
-    """The tokens from the root to this leaf. Only the turns of `own` are trained and get their process rewards (SE-3);
+    """The tokens from the root to this leaf. Only its own turns are trained and get their process rewards (agents-3);
     the reward sits on the last trained token. `truncated`: whether a limit ended its session."""
     path, own = leaf.path(), {turn.number: turn for turn in own_turns(leaf)}
     tokens_T = torch.tensor(leaf.path_tokens(), dtype=torch.int64)

@@ -125,7 +125,7 @@ async def test_a_shell_script_passes_its_input_on_as_a_request_with_the_tools_of
 )
 async def test_a_program_that_does_not_end_with_0_fails_its_episode_with_the_end_of_what_it_said(
     serve: Serve, script: str, why: str
-) -> None:  # AP-2
+) -> None:
     with serve() as served, pytest.raises(ProgramFailed) as failed:
         await answer_of(shell(script), PROMPT, served.endpoint)
     assert str(failed.value).startswith(f"the agent sh ended with {why}")
@@ -154,7 +154,7 @@ async def test_a_program_need_not_read_its_input_nor_wait_for_what_it_started(se
 
 @one_loop
 async def test_with_its_episode_end_all_processes_of_a_program_and_their_requests(serve: Serve, tmp_path: Path) -> None:
-    """AP-1. The limits of an episode cancel it."""
+    """agents-9. The limits of an episode cancel it."""
     with serve() as served:
         served.scripted.go_on = asyncio.Event()
         script = f"setsid sleep 1000 & echo $$ $! > {tmp_path}/pids; {WITH_CURL}; true"
@@ -174,7 +174,7 @@ async def test_with_its_episode_end_all_processes_of_a_program_and_their_request
 @pytest.mark.parametrize("keep", [None, "kept"])
 async def test_a_program_works_in_a_folder_of_its_own_until_its_work_has_been_scored(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: str | None
-) -> None:  # EF-1
+) -> None:
     for name in ("CODEX_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -76,7 +76,7 @@ def test_the_pieces_of_an_answer_are_the_message_that_is_recorded(
     names: Any,
     stops: bool,
     rng: random.Random,
-) -> None:  # AS-1, AS-2
+) -> None:
     parser, text = parsers[names], "".join(pieces)
     stop = "stop" if stops and "stop" in text else None
     if stop is not None:
@@ -97,7 +97,7 @@ def test_the_pieces_of_an_answer_are_the_message_that_is_recorded(
 
 
 @given(text=st.text(alphabet="aé語🙂 \n", max_size=12), rng=st.randoms(use_true_random=False))
-def test_no_piece_has_a_part_of_a_character(text: str, rng: random.Random) -> None:  # AS-3
+def test_no_piece_has_a_part_of_a_character(text: str, rng: random.Random) -> None:
     stream = AnswerStream(lambda tokens: bytes(tokens).decode(errors="replace"), (), None, lambda: None)
     write(stream, text.encode(), rng)
     shown = "".join(piece.content for piece in stream.pieces)
@@ -106,7 +106,7 @@ def test_no_piece_has_a_part_of_a_character(text: str, rng: random.Random) -> No
     assert stream.agreed(message, list(text.encode()), None) is message
 
 
-def test_text_that_may_begin_a_stop_string_waits_until_it_cannot(chats: dict[str, ChatTokenizer]) -> None:  # AS-3
+def test_text_that_may_begin_a_stop_string_waits_until_it_cannot(chats: dict[str, ChatTokenizer]) -> None:
     stream = AnswerParser(chats["qwen3"], ChatSettings()).stream(stops=["!end"])
     seen = []
     for token in chats["qwen3"].encode("so!en!!ex"):

@@ -140,7 +140,7 @@ ITEM = {"type": "message", "role": "assistant", "content": [], "id": "x", "statu
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 async def test_each_error_has_the_status_code_and_type_of_its_kind(
     serve: Serve, path: str, sent: dict[str, Any], status: int, code: str, kind: str, message: str
-) -> None:  # GW-2
+) -> None:
     with serve() as served:
         headers = {"authorization": f"Bearer {served.endpoint.api_key}", **sent.get("headers", {})}
         url = f"{served.endpoint.base_url}/{path}{sent.get('url', '')}"

@@ -12,7 +12,7 @@ from goaly.agents.bridge import MARK
     [("<|im_end|>", "\n"), ("<|endoftext|>", "\n"), ("", "<|im_end|>\n")],
     ids=["its stop token", "another stop token", "no stop token"],
 )
-def test_the_stop_token_is_sampled_or_added_but_not_both(agent, ending, begins):  # BR-2
+def test_the_stop_token_is_sampled_or_added_but_not_both(agent, ending, begins):
     a = agent()
     turn = a.say([user("a")], assistant("b"), tokens=a.chat.encode("b" + ending))
     added = a.session.extend([user("a"), assistant("b"), user("c")])
@@ -20,7 +20,7 @@ def test_the_stop_token_is_sampled_or_added_but_not_both(agent, ending, begins):
     assert a.text(added.context).startswith(begins + "<|im_start|>user")
 
 
-def test_what_the_template_leaves_out_of_an_answer_is_not_continued(agent):  # BR-1
+def test_what_the_template_leaves_out_of_an_answer_is_not_continued(agent):  # agents-5
     a = agent("llama3")
     spoken = assistant("I add.", None, {"x": 1})  # Llama 3 renders the call only
     a.say([user("a")], spoken)
@@ -59,7 +59,7 @@ FORGETS = CHATML.replace("m.content", "m.content[-4:]")
         pytest.param(GLUED, ["ab"], [user("c")], id="a stop token that is encoded with the text after it"),
     ],
 )
-def test_a_template_that_does_more_than_append_branches(tmp_path, template, stops, follow):  # BR-1
+def test_a_template_that_does_more_than_append_branches(tmp_path, template, stops, follow):  # agents-5
     a = Agent(chat_of(template, stops, tmp_path / "own"), FAMILIES["chatml"])
     chat = [user("a"), assistant("b, at length")]
     a.say(chat[:1], chat[1], tokens=[60])
@@ -68,7 +68,7 @@ def test_a_template_that_does_more_than_append_branches(tmp_path, template, stop
     assert a.text(branched.prompt) == a.chat.render_text(branched.request.messages)
 
 
-def test_an_answer_of_two_parts_with_a_stop_token_each_is_continued_after_the_last(tmp_path):  # BR-1
+def test_an_answer_of_two_parts_with_a_stop_token_each_is_continued_after_the_last(tmp_path):  # agents-5
     parts = CHATML.replace(
         "m.content",
         "(m.reasoning_content + '<|im_end|>\n<|im_start|>say\n' if m.reasoning_content else '') + m.content",
@@ -88,7 +88,7 @@ def test_a_conversation_may_contain_the_marks_that_find_an_answers_end(agent):
     assert a.text(went_on.prompt) == a.chat.render_text(went_on.request.messages)
 
 
-def test_a_template_that_leaves_out_a_blank_answer_branches(tmp_path):  # BR-1
+def test_a_template_that_leaves_out_a_blank_answer_branches(tmp_path):  # agents-5
     skips = CHATML.replace("in messages %}", "in messages if m.content %}", 1)
     a = Agent(chat_of(skips, ["<|im_end|>"], tmp_path / "own"), FAMILIES["chatml"])
     a.say([user("a")], assistant(""), tokens=[60])

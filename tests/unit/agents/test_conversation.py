@@ -55,7 +55,7 @@ def test_templates_get_the_arguments_of_a_call_as_an_object(arguments, rendered)
     assert read == {"id": "1", "type": "function", "function": {"name": "add", "arguments": rendered}}
 
 
-def test_equal_conversations_have_equal_digests_whatever_the_order_of_keys_and_the_reasoning():  # CV-1
+def test_equal_conversations_have_equal_digests_whatever_the_order_of_keys_and_the_reasoning():
     ours = assistant("a", "Hm.", {"x": 1, "y": 2})
     assert last_digest(user("q"), ours) == last_digest(user("q"), assistant("a", None, {"y": 2, "x": 1}))
     others = [
@@ -84,7 +84,7 @@ NUMBERS = [
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_arguments_that_a_client_in_javascript_has_read_and_written_are_the_same_and_others_are_not():  # CV-2
+def test_arguments_that_a_client_in_javascript_has_read_and_written_are_the_same_and_others_are_not():
     texts = [f'{{"x": {number}}}' for number in NUMBERS]
     code = "console.log(JSON.stringify(JSON.parse(process.argv[1]).map(text => JSON.stringify(JSON.parse(text)))))"
     ran = subprocess.run(["node", "-e", code, json.dumps(texts)], capture_output=True, check=True)
@@ -113,7 +113,7 @@ CHAT = [user("q"), assistant("", None, {"x": 1}, {"x": 1}), tool("2", "call-0"),
 
 
 @pytest.mark.parametrize("ids", [("a", "b"), ("call-1", "call-0"), (None, "b"), (7, ["b"])])
-def test_calls_with_other_ids_are_the_same_if_their_results_name_them(ids):  # CV-2
+def test_calls_with_other_ids_are_the_same_if_their_results_name_them(ids):
     recorded, sent = Conversation.of(CHAT[:2]), Conversation.of(with_ids(CHAT, *ids))
     named = [*ids[:1], "call-1"] if None in ids else ["call-0", "call-1"]
     assert sent.digests[1:2] == recorded.digests[1:]
@@ -122,7 +122,7 @@ def test_calls_with_other_ids_are_the_same_if_their_results_name_them(ids):  # C
     assert extended.digests == sent.digests == Conversation.of([one.as_dict() for one in extended.messages]).digests
 
 
-def test_a_client_may_begin_its_ids_anew_in_each_turn():  # CV-2
+def test_a_client_may_begin_its_ids_anew_in_each_turn():
     first, second = assistant("", None, {"x": 1}), assistant("", None, {"x": 2})
     second["tool_calls"][0]["id"] = "call-1"
     chat = [user("q"), first, tool("1", "call-0"), second, tool("2", "call-1")]
@@ -132,7 +132,7 @@ def test_a_client_may_begin_its_ids_anew_in_each_turn():  # CV-2
     assert [message.tool_call_id for message in extended.messages] == [None, None, "call-0", None, "mine"]
 
 
-def test_results_of_exchanged_calls_are_others():  # CV-2
+def test_results_of_exchanged_calls_are_others():
     exchanged = [*CHAT[:2], {**CHAT[2], "tool_call_id": "call-1"}, {**CHAT[3], "tool_call_id": "call-0"}]
     assert last_digest(*exchanged) != last_digest(*CHAT)
     assert last_digest(*CHAT[:2], {**CHAT[2], "tool_call_id": "of no call"}) != last_digest(*CHAT[:3])

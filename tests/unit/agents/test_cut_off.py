@@ -283,7 +283,7 @@ async def scored_group(chat: ChatTokenizer, scores: Sequence[Sequence[float]], *
 def test_a_session_that_an_answer_filled_is_exhausted_until_a_shorter_chat_also_after_a_replay(
     agent: Callable[..., Agent],
 ) -> None:
-    """SE-4."""
+    """agents-4."""
     one = agent("hermes")
     for text, filled in (("long", True), ("short", False)):
         place = one.session.extend([{"role": "user", "content": text}])

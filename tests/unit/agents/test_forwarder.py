@@ -68,7 +68,7 @@ async def test_a_request_gets_the_model_the_key_and_what_its_agent_does_not_name
     (path, headers, first), (_, _, second) = elsewhere.asked
     assert path == "/v1/chat/completions"
     assert headers["authorization"] == "Bearer secret"
-    assert way.api_key not in str(elsewhere.asked)  # FW-1
+    assert way.api_key not in str(elsewhere.asked)
     seed = seed_of("0/problem.0")
     assert first == {
         "model": "real",

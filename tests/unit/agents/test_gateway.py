@@ -202,7 +202,7 @@ async def test_each_of_several_answers_is_a_sample_of_its_own(serve: Serve) -> N
 )
 async def test_an_impossible_request_is_the_clients_error(
     serve: Serve, change: dict[str, Any], code: str, caplog: pytest.LogCaptureFixture
-) -> None:  # GW-2
+) -> None:
     with serve() as served:
         body = {"model": "m", "messages": [QUESTION], **change}
         async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
@@ -210,7 +210,7 @@ async def test_an_impossible_request_is_the_clients_error(
             response = await client.post(url, content=sent, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert "Exception in ASGI application" not in caplog.text  # its connection stays open
-        error = response.json()["error"]  # GW-2
+        error = response.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert error["code"] == code
         assert served.scripted.prompts == []
@@ -256,7 +256,7 @@ async def test_curl_is_a_client(serve: Serve) -> None:
         assert len(served.session.turns) == 2
 
 
-async def test_no_key_reaches_a_session_that_is_not_its_own(serve: Serve) -> None:  # GW-1
+async def test_no_key_reaches_a_session_that_is_not_its_own(serve: Serve) -> None:  # agents-8
     with serve() as one, serve() as other:
         with pytest.raises(openai.AuthenticationError):
             await openai.AsyncOpenAI(base_url=one.endpoint.base_url, api_key="x").models.list()
@@ -452,7 +452,7 @@ async def statuses(served: Served, *parts: bytes) -> list[int]:
 )
 async def test_a_connection_ends_if_the_rest_of_a_request_does_not_come(
     serve: Serve, sent: bytes, got: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:  # AH-1
+) -> None:
     monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 0.2)
     with serve() as served:
         assert await statuses(served, sent) == got
@@ -477,7 +477,7 @@ MANY_HEADERS = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in ra
 )
 async def test_a_head_that_is_too_large_ends_its_connection(
     serve: Serve, rest: bytes, got: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:  # AH-1
+) -> None:
     monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 3600)
     with serve() as served:
         assert await statuses(served, HEAD, rest) in got
@@ -485,7 +485,7 @@ async def test_a_head_that_is_too_large_ends_its_connection(
 
 async def test_a_client_may_wait_between_requests_and_for_its_answer(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:  # AH-1
+) -> None:
     timers = []
     monkeypatch.setattr("goaly.agents.app_server._Connection._must_come", lambda one: timers.append(True))
     monkeypatch.setattr("goaly.agents.app_server._Connection._has_come", timers.clear)
@@ -496,7 +496,9 @@ async def test_a_client_may_wait_between_requests_and_for_its_answer(
             assert timers == []
 
 
-async def test_a_session_goes_on_in_the_next_worker(chats: dict[str, ChatTokenizer], tmp_path: Path) -> None:  # KS-1
+async def test_a_session_goes_on_in_the_next_worker(
+    chats: dict[str, ChatTokenizer], tmp_path: Path
+) -> None:  # agents-7
     files = SessionFiles(tmp_path / "sessions")
     tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
 
@@ -537,7 +539,7 @@ async def test_a_session_goes_on_in_the_next_worker(chats: dict[str, ChatTokeniz
 
 async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_does(
     chats: dict[str, ChatTokenizer], tmp_path: Path
-) -> None:  # GW-3
+) -> None:
     files = SessionFiles(tmp_path / "sessions")
     files.begin("7.0")
     files.begin("8.0")
@@ -566,7 +568,7 @@ async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_d
 
 async def test_a_request_whose_group_was_dropped_is_refused_at_once(
     chats: dict[str, ChatTokenizer], tmp_path: Path
-) -> None:  # GW-3
+) -> None:
     files = SessionFiles(tmp_path)
     files.begin("7.0")
     gateway = Gateway(EndpointSettings(), 0, str(chats["qwen3"].folder), 4096, files)
@@ -578,7 +580,7 @@ async def test_a_request_whose_group_was_dropped_is_refused_at_once(
 
 async def test_a_request_whose_session_does_not_go_on_in_time_is_told_to_ask_again(
     chats: dict[str, ChatTokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # GW-3
+) -> None:
     monkeypatch.setattr("goaly.agents.gateway.REOPEN_SECONDS", 0.05)
     files = SessionFiles(tmp_path / "sessions")
     files.begin("7.0")
@@ -599,7 +601,7 @@ def without_ids(text: str) -> str:
 
 async def test_what_an_episode_chatted_in_its_own_code_is_not_in_the_next_worker_and_all_else_is(
     tmp_path: Path,
-) -> None:  # KS-1
+) -> None:  # agents-7
     files = SessionFiles(tmp_path)
     told: list[dict[str, Any]] = [
         {"kind": "turn", "key": None, "parent": None},
@@ -636,7 +638,7 @@ async def test_every_worker_makes_the_same_keys_and_no_other_run_does(tmp_path: 
     assert one.api_key("7.0") == other.api_key("7.0") != one.api_key("7.1")
     assert stranger.api_key("7.0") != one.api_key("7.0")
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o77 == 0
-    forget_sessions(tmp_path / "run")  # KS-2
+    forget_sessions(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

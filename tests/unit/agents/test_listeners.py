@@ -31,7 +31,7 @@ async def worker(listeners: Listeners, answer: str) -> asyncio.subprocess.Proces
     return await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, name, answer)
 
 
-async def test_clients_wait_for_the_next_worker_at_the_same_address() -> None:  # LS-1
+async def test_clients_wait_for_the_next_worker_at_the_same_address() -> None:
     listeners = Listeners(EndpointSettings(), 2)
     address, other = addresses(listeners)
     assert address != other
@@ -49,7 +49,7 @@ async def test_clients_wait_for_the_next_worker_at_the_same_address() -> None:  
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_small_parts_of_a_response_are_sent_at_once(kept: bool) -> None:  # LS-3
+async def test_small_parts_of_a_response_are_sent_at_once(kept: bool) -> None:
     listeners = Listeners(EndpointSettings(), 1)
     name = listeners.names[0]
     listener = await asyncio.to_thread(listener_of, name) if kept else listening("127.0.0.1", 0)
@@ -74,7 +74,7 @@ async def test_a_port_that_another_process_has_is_named_and_no_other_stays_taken
     listening("127.0.0.1", port).close()
 
 
-async def test_another_user_gets_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:  # LS-2
+async def test_another_user_gets_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     listeners = Listeners(EndpointSettings(), 1)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError):
@@ -82,7 +82,7 @@ async def test_another_user_gets_no_socket(monkeypatch: pytest.MonkeyPatch) -> N
     listeners.close()
 
 
-async def test_the_address_is_free_when_the_controller_was_killed() -> None:  # LS-2
+async def test_the_address_is_free_when_the_controller_was_killed() -> None:
     code = (
         "import asyncio, os, signal\n"
         "from goaly.agents.listeners import Listeners\n"
@@ -113,7 +113,7 @@ async def test_a_worker_that_dies_while_it_waits_harms_nobody() -> None:
         with socket.socket(socket.AF_UNIX) as dead:
             dead.connect(listeners.names[0])
     taken = await asyncio.to_thread(listener_of, listeners.names[0])
-    assert not taken.get_inheritable()  # LS-2
+    assert not taken.get_inheritable()
     taken.close()
     listeners.close()
     assert reports == []

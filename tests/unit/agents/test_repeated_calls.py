@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_retry_gets_the_same_answer_and_equal_requests_get_their_own(serve: Serve) -> None:
-    with serve() as served:  # CA-2
+    with serve() as served:
         headers = {"authorization": f"Bearer {served.endpoint.api_key}"}
         url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
         async with httpx.AsyncClient(headers=headers) as client:
@@ -46,7 +46,7 @@ async def test_a_retry_gets_the_same_answer_and_equal_requests_get_their_own(ser
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_has_its_request_cancelled_and_its_retry_is_sampled_again(
     serve: Serve, stream: bool
-) -> None:  # CA-3
+) -> None:
     with serve(wrote("first", "x"), wrote("second", "x")) as served:
         served.scripted.go_on = asyncio.Event()
         url = f"{served.endpoint.base_url}/chat/completions"
@@ -64,7 +64,7 @@ async def test_a_client_that_goes_away_has_its_request_cancelled_and_its_retry_i
         assert turn.message["content"].strip() == "second"
 
 
-async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: Serve) -> None:  # CA-1
+async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: Serve) -> None:  # agents-6
     with serve(wrote("first", "x"), wrote("second", "x")) as served:
         served.scripted.go_on = asyncio.Event()
         url, body = f"{served.endpoint.base_url}/chat/completions", {"model": "m", "messages": [QUESTION]}
@@ -87,7 +87,7 @@ async def test_a_retry_that_arrives_while_the_answer_is_sampled_gets_it(serve: S
 
 async def test_a_retry_after_an_error_is_sampled_once_though_others_still_wait_for_the_failed_answer(
     serve: Serve,
-) -> None:  # CA-1
+) -> None:  # agents-6
     with serve(wrote("lost", "x"), wrote("second", "x"), wrote("third", "x")) as served:
         session, call = served._served, served._served.call("chat", b"{}", Repeats())
         ask = Ask(continuation=served.session.extend([QUESTION]), tools=(), given={})
@@ -110,7 +110,7 @@ async def test_a_retry_after_an_error_is_sampled_once_though_others_still_wait_f
 
 async def test_equal_requests_whose_answers_were_lost_get_one_each(
     chats: dict[str, ChatTokenizer], tmp_path: Any
-) -> None:  # CA-2, CA-4
+) -> None:
     files, texts = SessionFiles(tmp_path / "sessions"), [wrote("one", "x"), wrote("two", "x")]
     async with started(chats["qwen3"], files) as (gateway, parser):
         with serving(gateway, chats["qwen3"], parser, *texts, files=files) as served:
@@ -124,7 +124,7 @@ async def test_equal_requests_whose_answers_were_lost_get_one_each(
     assert len({one.choices[0].message.content for one in again}) == 2
 
 
-async def test_a_retry_of_a_refused_request_does_not_get_the_answer_of_an_equal_one(serve: Serve) -> None:  # CA-1, CA-2
+async def test_a_retry_of_a_refused_request_does_not_get_the_answer_of_an_equal_one(serve: Serve) -> None:  # agents-6
     with serve(wrote("one", "x"), wrote("two", "x"), limits=SessionLimits(parallel=1)) as served:
         served.scripted.go_on = asyncio.Event()
         ask = of_openai(served, max_retries=0).chat.completions.create
@@ -157,7 +157,7 @@ async def test_a_response_has_the_id_of_its_call_whatever_the_client_calls_its_r
         assert served.session._credits == [1.0, 2.0, 3.0]
 
 
-async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path: Any) -> None:  # KS-1
+async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path: Any) -> None:  # agents-7
     files = SessionFiles(tmp_path / "sessions")
     with serve(files=files) as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION], n=2)
@@ -172,7 +172,7 @@ async def test_a_reward_of_several_answers_is_one_record(serve: Serve, tmp_path:
 
 async def test_a_session_whose_file_can_not_be_written_goes_on_and_its_file_has_what_came_before(
     serve: Serve, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:  # KS-1
+) -> None:  # agents-7
     files = SessionFiles(tmp_path / "sessions")
     with serve(*(wrote(text, "x") for text in ("one", "two", "three")), files=files) as served:
         ask = of_openai(served, max_retries=0).chat.completions.create
@@ -227,7 +227,7 @@ async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = 
 )
 async def test_without_tokens_no_page_of_another_machine_is_answered(
     chats: dict[str, ChatTokenizer], headers: dict[str, str], status: int
-) -> None:  # PG-3
+) -> None:
     async with public(chats["chatml"]) as url, httpx.AsyncClient(headers=headers) as client:
         asked = {"model": "m", "messages": [QUESTION]}
         response = await client.post(f"{url}/chat/completions", json=asked)
@@ -242,7 +242,7 @@ async def test_without_tokens_no_page_of_another_machine_is_answered(
 
 async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses(
     chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:  # PG-2
+) -> None:
     monkeypatch.setattr("goaly.agents.public_gateway.KEPT_REQUESTS", 3)
 
     async def answer(body: dict[str, Any], token: str = "a", path: str = "chat/completions", **headers: str) -> str:
@@ -268,7 +268,7 @@ async def test_retries_outside_of_training_get_the_first_answer_and_nobody_elses
 
 async def test_equal_requests_of_clients_that_share_a_key_have_ids_of_their_own_and_continue_their_own_answers(
     chats: dict[str, ChatTokenizer],
-) -> None:  # CA-4
+) -> None:
     scripted, client_of = Scripted(chats["chatml"], "red", "blue"), partial(openai.AsyncOpenAI, api_key="x")
     async with public(chats["chatml"], scripted=scripted) as url, client_of(base_url=url) as client:
         made = [await client.responses.create(model="m", input="hi") for _ in range(2)]
@@ -283,7 +283,7 @@ async def test_equal_requests_of_clients_that_share_a_key_have_ids_of_their_own_
             await client.responses.create(model="m", input="go on", previous_response_id=f"{made[0].id}x")
 
 
-async def test_a_client_cannot_continue_the_response_of_another_token(chats: dict[str, ChatTokenizer]) -> None:  # PG-1
+async def test_a_client_cannot_continue_the_response_of_another_token(chats: dict[str, ChatTokenizer]) -> None:
     async with public(chats["chatml"], "a", "b") as url:
         one, other = (openai.AsyncOpenAI(base_url=url, api_key=token) for token in "ab")
         made = await one.responses.create(model="m", input="hi")
@@ -293,7 +293,7 @@ async def test_a_client_cannot_continue_the_response_of_another_token(chats: dic
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-async def test_equal_requests_in_two_episodes_have_ids_of_their_own(serve: Serve, key: str | None) -> None:  # CA-4
+async def test_equal_requests_in_two_episodes_have_ids_of_their_own(serve: Serve, key: str | None) -> None:
     made: list[Any] = []
     for _ in range(2):
         with serve() as served:

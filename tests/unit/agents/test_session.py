@@ -19,7 +19,7 @@ def trained(session, reward=1.0):
     return [one.tokens["tokens"][one.tokens["trained"]].tolist() for one in session.trajectories(reward)]
 
 
-def test_a_chat_of_two_turns_by_hand(agent):  # SE-1
+def test_a_chat_of_two_turns_by_hand(agent):  # agents-1
     a = agent("tiny")
     question, other = [user("1")], [user("1"), assistant("23"), user("4")]
     first = a.say(question, assistant("23"))
@@ -60,7 +60,7 @@ def test_tool_results_continue_the_call(agent):
     assert trained(a.session) == [[*turn.tokens.tolist(), *last.tokens.tolist()]]
 
 
-def test_equal_requests_are_two_samples_and_what_came_before_them_is_trained_in_the_first(agent):  # SE-3
+def test_equal_requests_are_two_samples_and_what_came_before_them_is_trained_in_the_first(agent):  # agents-3
     a = agent()
     root = a.say([user("a")], assistant("b"))
     chat = [user("a"), assistant("b"), user("c")]
@@ -75,7 +75,7 @@ def test_equal_requests_are_two_samples_and_what_came_before_them_is_trained_in_
     assert (first.reward, second.reward) == (1.0, 1.0)
 
 
-def test_an_edited_message_branches_behind_the_last_common_turn(agent):  # SE-2
+def test_an_edited_message_branches_behind_the_last_common_turn(agent):  # agents-2
     a = agent()
     first = a.say([user("a")], assistant("b"))
     a.say([user("a"), assistant("b"), user("c")], assistant("d"))
@@ -124,7 +124,7 @@ def test_template_arguments_are_a_part_of_the_conversation(agent):
     assert a.session.extend(chat, template_args={}).parent is turn
 
 
-def test_reasoning_that_a_client_leaves_out_is_put_back_between_tool_calls(agent):  # CV-1
+def test_reasoning_that_a_client_leaves_out_is_put_back_between_tool_calls(agent):
     for sent_back in (None, "I add."):
         a = agent("qwen3")
         call = assistant("", "I add.", {"x": 1})
@@ -164,7 +164,7 @@ def test_a_template_that_drops_reasoning_at_the_next_question_branches_at_the_ro
     )
 
 
-def test_where_the_deepest_turn_is_rewritten_an_earlier_one_goes_on(agent):  # SE-2
+def test_where_the_deepest_turn_is_rewritten_an_earlier_one_goes_on(agent):  # agents-2
     a = agent("qwen3")
     plain, thought = assistant("b"), assistant("d", "Hm.")
     first = a.say([user("a")], plain)
@@ -236,7 +236,7 @@ def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(ag
         assert second.tokens[EXPERT_CHOICES][:, 0, 0].tolist() == [3] * answered + [0] * (len(second) - answered)
 
 
-def test_an_answer_with_a_form_is_trained_with_its_weights_once(agent):  # SE-3
+def test_an_answer_with_a_form_is_trained_with_its_weights_once(agent):  # agents-3
     a = agent()
 
     def say(messages, answer, weight=None):
@@ -272,7 +272,7 @@ def test_a_token_without_a_finite_log_prob_is_context_under_a_form_too(agent):  
         assert one["form_weights"].unique().tolist() == [0.5, 1.0]
 
 
-def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
+def test_an_answer_that_may_not_be_trained_is_context(agent):  # agents-3
     a = agent()
     opponent = a.say([user("a")], assistant("b"), trained=False)
     mine = a.say([user("a"), assistant("b"), user("c")], assistant("d"))
@@ -284,7 +284,7 @@ def test_an_answer_that_may_not_be_trained_is_context(agent):  # SE-3
         assert rewards.nonzero().item() == len(opponent.path_tokens()) + len(mine.context) + len(mine.tokens) - 1
 
 
-def test_a_completion_of_other_tokens_is_refused(agent):  # SE-1, EP-2
+def test_a_completion_of_other_tokens_is_refused(agent):  # agents-1, EP-2
     a = agent()
     continuation = a.session.extend([user("a")])
     with pytest.raises(EpisodeError, match="other tokens"):
@@ -301,7 +301,7 @@ def test_a_retry_finds_its_turn_and_a_key_is_used_once(agent):
         a.say([user("a")], assistant("b"), key="request-1")
 
 
-def test_limits_count_what_is_recorded_and_under_way(agent):  # SE-5
+def test_limits_count_what_is_recorded_and_under_way(agent):
     a = agent(limits=SessionLimits(turns=3, parallel=2))
     a.say([user("a")], assistant("b"))
     with a.session.sampling(answers=2), pytest.raises(SessionExhausted, match="the limit is 3"), a.session.sampling():
@@ -318,7 +318,7 @@ def test_limits_count_what_is_recorded_and_under_way(agent):  # SE-5
             pass
 
 
-def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):  # SE-5
+def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):
     a = agent(limits=SessionLimits(tokens=4))
     a.say([user("a")], assistant("b"), tokens=[60, 61, 62])
     with a.session.sampling():
@@ -327,7 +327,7 @@ def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):  # SE-5
         pass
 
 
-def test_an_ended_session_takes_nothing_more(agent):  # SE-5
+def test_an_ended_session_takes_nothing_more(agent):
     a = agent()
     turn, continuation = a.say([user("a")], assistant("b")), a.session.extend([user("a")])
     a.session.credit([turn], 1.0)
@@ -349,7 +349,7 @@ def test_an_ended_session_takes_nothing_more(agent):  # SE-5
         a.session.record(continuation, a.completion(continuation.prompt, [60]), assistant("b"))
 
 
-def test_a_replayed_session_goes_on(agent):  # SE-4
+def test_a_replayed_session_goes_on(agent):  # agents-4
     a = agent("qwen3")
     call = assistant("", "I add.", {"x": 1})
     a.say([user("1+1?")], call, tools=TOOLS)
@@ -380,7 +380,7 @@ def test_messages_that_render_as_nothing_are_the_clients_error(tmp_path):
         a.session.extend([])
 
 
-def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_succeeds(agent):  # SE-4
+def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_succeeds(agent):  # agents-4
     one = agent(limits=SessionLimits(turns=2))
     one.say([user("a")], assistant("b"))
     with pytest.raises(ContextFull), one.session.sampling():
@@ -415,7 +415,7 @@ def test_a_judgement_does_not_hide_that_the_last_answer_was_refused(agent):
     assert [each.outcome for each in one.session.trajectories(1.0)] == ["truncated"]
 
 
-def test_a_call_that_a_client_has_renamed_and_rewritten_goes_on_as_it_was_sampled(agent):  # CV-2
+def test_a_call_that_a_client_has_renamed_and_rewritten_goes_on_as_it_was_sampled(agent):
     a = agent()
     call = assistant("", None, {"x": 2.0, "y": 9007199254740993})
     first = a.say([user("?")], call)

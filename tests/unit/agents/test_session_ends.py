@@ -477,7 +477,7 @@ async def test_answers_that_are_context_only_are_counted(runs: Runs) -> None:
 
 async def test_the_records_of_a_group_under_way_are_kept_for_the_next_worker_and_then_deleted(
     runs: Runs, tmp_path: Path
-) -> None:  # KS-1
+) -> None:  # agents-7
     files, both_asked, going_on = SessionFiles(tmp_path), asyncio.Event(), asyncio.Event()
     asked: list[int] = []
 

@@ -146,7 +146,7 @@ def path_tokens(turn: RecordedTurn | None) -> list[int]:
 
 @of_each_family(40)
 @given(run=runs)
-def test_each_sampled_token_is_trained_once_as_the_engine_gave_it(chats, name, run):  # SE-1, SE-3
+def test_each_sampled_token_is_trained_once_as_the_engine_gave_it(chats, name, run):  # agents-1, agents-3
     agent = Agent(chats[name], FAMILIES[name])
     credited = Counter()
     for _, continuation, turn, _ in play(agent, run, faithful=False):
@@ -172,7 +172,7 @@ def test_each_sampled_token_is_trained_once_as_the_engine_gave_it(chats, name, r
 
 @of_each_family(20)
 @given(run=runs)
-def test_a_session_is_rebuilt_from_its_log_after_any_request(chats, name, run):  # SE-4
+def test_a_session_is_rebuilt_from_its_log_after_any_request(chats, name, run):  # agents-4
     agent = Agent(chats[name], FAMILIES[name])
     for _, continuation, _, messages in play(agent, run, faithful=False):
         again = agent.replayed()
@@ -198,7 +198,9 @@ def continues(turn: RecordedTurn, continuation: Continuation, agent: Agent, text
 
 @of_each_family(40)
 @given(run=runs)
-def test_a_request_continues_the_deepest_turn_that_the_template_does_not_rewrite(chats, name, run):  # SE-2, BR-1, BR-2
+def test_a_request_continues_the_deepest_turn_that_the_template_does_not_rewrite(
+    chats, name, run
+):  # agents-2, agents-5
     agent = Agent(chats[name], FAMILIES[name])
     for before, continuation, _, messages in play(agent, run, faithful=True, all_reasoning=True):
         sent = Conversation.of(messages, continuation.request.tools)
@@ -229,7 +231,7 @@ def test_a_linear_conversation_is_one_trajectory_where_the_template_only_appends
 
 @given(run=st.lists(steps, min_size=1, max_size=6), sends=st.lists(st.booleans(), min_size=6, max_size=6))
 @settings(max_examples=40)
-def test_tool_calls_with_reasoning_are_one_trajectory_whether_clients_send_it_back_or_not(chats, run, sends):  # CV-1
+def test_tool_calls_with_reasoning_are_one_trajectory_whether_clients_send_it_back_or_not(chats, run, sends):
     agent = Agent(chats["qwen3"], FAMILIES["qwen3"])
     messages = [user("b")]
     for step, sends_reasoning in zip(run, sends, strict=False):

@@ -88,7 +88,7 @@ async def test_a_failed_attempts_key_opens_nothing_and_its_request_at_the_endpoi
 
 
 async def test_the_next_worker_goes_on_with_the_attempt_that_was_under_way(runs: Runs, tmp_path: Path) -> None:
-    """KS-1, RG-5."""
+    """agents-7, RG-5."""
     files, both_asked, over = SessionFiles(tmp_path), asyncio.Event(), asyncio.Event()
     attempts: list[str] = []
 

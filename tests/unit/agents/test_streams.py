@@ -150,7 +150,7 @@ async def test_each_of_several_streamed_answers_is_whole(serve: Serve) -> None:
         assert texts == [turn.message["content"] for turn in served.session.turns]
 
 
-async def test_a_retry_joins_the_stream_from_its_beginning_and_gets_its_end(serve: Serve) -> None:  # CA-1, AS-1
+async def test_a_retry_joins_the_stream_from_its_beginning_and_gets_its_end(serve: Serve) -> None:  # agents-6
     with serve(wrote(ANSWER, "hm"), wrote("another", "hm")) as served:
         served.scripted.shows, served.scripted.go_on = 12, asyncio.Event()
         named: Any = {"extra_headers": {"idempotency-key": "k"}}
@@ -166,7 +166,7 @@ async def test_a_retry_joins_the_stream_from_its_beginning_and_gets_its_end(serv
         assert len(served.session.turns) == len(served.scripted.prompts) == 1
 
 
-async def test_a_client_that_goes_away_amid_a_stream_has_its_request_cancelled(serve: Serve) -> None:  # CA-3
+async def test_a_client_that_goes_away_amid_a_stream_has_its_request_cancelled(serve: Serve) -> None:
     with serve(wrote(ANSWER, "hm"), wrote("another", "hm")) as served:
         served.scripted.shows, served.scripted.go_on = 12, asyncio.Event()
         texts = chat(served)
