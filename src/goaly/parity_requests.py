@@ -20,7 +20,7 @@ from goaly.weights.sharding import local
 
 GIB = 1 << 30
 SHARED = 4
-"""Every so many requests have the same prompt, as the samples of a group."""
+"""Number of successive requests with the same prompt, as the samples of a group."""
 LONG = 3
 """Answers that end at the longest sequence that is allowed."""
 SHORT = 512
@@ -71,7 +71,7 @@ def cramped(model: ModelSettings, generator: GeneratorSettings, asked: Sequence[
 
 
 def with_cache_of(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
-    """The generator with a cache for so many tokens, but for one whole sequence at least."""
+    """The generator with a cache for this number of tokens, but for one whole sequence at least."""
     shape = architecture(read_config(model.path))
     heads = 2 * shape.layers * max(1, shape.kv_heads // generator.tp)
     each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize

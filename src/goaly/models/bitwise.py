@@ -168,7 +168,7 @@ def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) ->
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
-    """The product with a weight, summed in so many slices of the input features (BW-2)."""
+    """The product with a weight, summed in this number of slices of the input features (BW-2)."""
     given = x.reshape(-1, x.shape[-1]), weight_NK, slices
     out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
     return out_TN.view(*x.shape[:-1], len(weight_NK))

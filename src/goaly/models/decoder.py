@@ -65,7 +65,7 @@ class Decoder:
     """The first layers, which have no experts."""
     dense_hidden_dim: int = 0
     shared_hidden_dim: int = 0
-    """Hidden dim of the experts that every token has, as one; 0: there are none."""
+    """Hidden dim of the experts that every token has, as one; 0: it has no shared experts."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer is a mixture of experts."""

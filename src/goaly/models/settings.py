@@ -64,9 +64,9 @@ class MoeSettings(Settings):
     with them: set "replay" if `sampler_kl` is high. Trajectories then have a byte for each layer and expert of a
     token."""
     compare_every: PositiveInt | None = 10
-    """With "replay", every so many steps the first microbatch is computed twice before the step: with the sampler's
-    choices and with the model's own. `experts/kl_replay` and `experts/kl_own` report both divergences from the sampler.
-    null never does."""
+    """With "replay", every `compare_every` steps the first microbatch is computed twice before the step: with the
+    sampler's choices and with the model's own. `experts/kl_replay` and `experts/kl_own` report both divergences from
+    the sampler. null never does."""
 
     @property
     def replays(self) -> bool:
@@ -168,7 +168,7 @@ def no_model(folder: str | Path, named: str) -> str:
 
 
 def division_problems(at: Section, tp: int, ep: int, shape: "Architecture", whose: str) -> Iterator[str]:
-    """One line for each reason why so many ranks cannot divide the heads and experts of a model of this shape."""
+    """One line for each reason why these ranks cannot divide the heads and experts of a model of this shape."""
     for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
         if count % tp:
             yield f"{at}tp={tp}: must divide the {whose}'s {count} {what}"
