@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 16
-"""An evaluation ends after so many failed attempts without another one between them."""
+"""Failed attempts in a row that end an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from goaly.prompts.prompt import Prompt
 MAX_ANSWER_CHARACTERS = 400
 """A longer answer is wrong: nobody means it, and it may take minutes to simplify."""
 LOOK_CHARACTERS = 2 * MAX_ANSWER_CHARACTERS
-"""An answer is looked for in so many characters after its marker."""
+"""Characters after its marker in which an answer is searched."""
 PARSE_SECONDS = COMPARE_SECONDS = 2
 """Limits for sympy. `reward.time_limit_seconds` ends what ignores signals, such as a power of huge integers."""
 RELATIVE_TOLERANCE = 2e-6

@@ -27,7 +27,7 @@ class EarlierPolicies:
 
     @property
     def versions(self) -> list[int]:
-        """Those that are kept, oldest first."""
+        """The kept versions, oldest first."""
         return sorted(self._kept)
 
     @torch.no_grad()

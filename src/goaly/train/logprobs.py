@@ -17,7 +17,8 @@ before it multiplies it with hidden states and weight.
 
 Invariant
     train-10: With bitwise numerics log-probs are those of vLLM's sampler: logits of the model's type, over the whole
-        vocabulary on each rank, through the same log-softmax. The limits above do not hold for them.
+        vocabulary on each rank, through the same log-softmax. Ranks then hold whole rows of logits, and
+        the float32 sums above do not apply.
 """
 
 from dataclasses import dataclass

@@ -77,7 +77,7 @@ class ScheduledOptimizer:
         }
 
     def seek(self, batches: int) -> None:
-        """Set the learning rate to that of the schedule after so many batches."""
+        """Set the learning rate to that of the schedule after this number of batches."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="To get the last learning rate")  # from torchtitan
             self._schedulers.load_state_dict({"last_epoch": min(batches, self._total_steps)})

@@ -96,7 +96,7 @@ class RanksSettings(Settings):
 
     @property
     def stage_ranks(self) -> int:
-        """Those of a pipeline stage."""
+        """Processes of a pipeline stage."""
         return self.fsdp * self.tp * self.cp
 
     @property
