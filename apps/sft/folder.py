@@ -1,9 +1,8 @@
-"""What a supervised run leaves on disk: the model's folder with its mark, and the run's own folder beside it.
+"""The files of a supervised run: the model's folder with its mark, and the run's own folder beside it.
 
-Invariants
-    SF-1  A folder with the mark of a config is whole, and made by that config: its run needs no second time.
-    SF-2  A folder that no supervised run made is never overwritten.
-    SF-3  A checkpoint is whole or absent, and goes on only under the config that wrote it.
+A folder with the mark of a config is whole, and made by that config: its run needs no second time. A folder that no
+supervised run made is never overwritten. A checkpoint is whole or absent, and goes on only under the config that wrote
+it.
 """
 
 import json
@@ -34,11 +33,11 @@ class SftFolder:
         self._fingerprint = fingerprint(config)
         ours = (self.model / MARK).is_file() or (self.run / "config.yaml").is_file()
         if self.model.exists() and any(self.model.iterdir()) and not ours:
-            raise ConfigError([f"output={config.output}: holds something that no supervised run made"])  # SF-2
+            raise ConfigError([f"output={config.output}: holds something that no supervised run made"])
 
     @property
     def is_done(self) -> bool:
-        """Whether this very config has made the model (SF-1)."""
+        """Whether this very config has made the model."""
         mark = self.model / MARK
         return mark.is_file() and json.loads(mark.read_text())["fingerprint"] == self._fingerprint
 
@@ -59,7 +58,7 @@ class SftFolder:
         """Write a checkpoint in place of the one before."""
         staged = self.run / f".{CHECKPOINT}.{os.getpid()}"
         torch.save({"fingerprint": self._fingerprint, **state}, staged)
-        staged.replace(self.run / CHECKPOINT)  # SF-3
+        staged.replace(self.run / CHECKPOINT)
 
     def checkpoint(self) -> dict[str, Any] | None:
         """The checkpoint of this config, if there is one."""
@@ -67,7 +66,7 @@ class SftFolder:
         if not path.is_file():
             return None
         state = torch.load(path, weights_only=False)
-        return state if state["fingerprint"] == self._fingerprint else None  # SF-3
+        return state if state["fingerprint"] == self._fingerprint else None
 
 
 def fingerprint(config: SftConfig) -> str:

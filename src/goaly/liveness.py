@@ -3,11 +3,11 @@
 On the watcher's own host the kernel reports the end at once. A process elsewhere sends a pulse every `PULSE_SECONDS`,
 and counts as ended when it has been silent for `SILENT_SECONDS`.
 
-Invariants
-    WP-1  A process id that was reused is not mistaken for the first process: its start time differs.
-    WP-2  `on_exit` is called once, however the process ended, and never after `close`.
-    WP-3  The watcher counts silence in ticks of its own event loop. A stall of the watcher counts as one tick, however
-          long it lasts: a process whose pulses wait in the watcher's queue does not count as ended.
+`on_exit` is called once, however the process ended, and never after `close`. The watcher counts silence in ticks of its
+own event loop. A stall of the watcher counts as one tick, however long it lasts: a process whose pulses wait in the
+watcher's queue does not count as ended.
+
+    liveness-1: A process id that was reused is not mistaken for the first process: its start time differs.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class ExitWatch:
         self._gone: asyncio.Handle | None = None
         with suppress(FileNotFoundError, ProcessLookupError):
             self._descriptor = os.pidfd_open(mark.pid)
-            if _started(mark.pid) == mark.started:  # WP-1: read while the descriptor pins the process
+            if _started(mark.pid) == mark.started:  # liveness-1: read while the descriptor pins the process
                 self._loop.add_reader(self._descriptor, self._exited)
                 return
         self._gone = self._loop.call_soon(self._exited)
@@ -99,7 +99,7 @@ class ExitWatch:
 
 
 class SilenceWatch:
-    """Calls `on_exit` on the running event loop after `seconds` without a `beat`, counted in ticks (WP-3)."""
+    """Calls `on_exit` on the running event loop after `seconds` without a `beat`, counted in ticks."""
 
     def __init__(
         self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS, *, tick_seconds: float = PULSE_SECONDS

@@ -1,12 +1,13 @@
 """The start and the end of a process of a run.
 
-Invariants
-    PR-1  A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at once. Its
-          owner notices the death, and replaces the process or ends the run. No process stays alive after it has failed.
-    PR-2  An exception in one of goaly's own event loop callbacks does the same; in the controller it ends the run. An
-          exception in another library's callback is only logged, as by default: some libraries raise and continue.
-    PR-3  SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses of
-          such a process do not inherit this.
+An exception in one of goaly's own event loop callbacks ends the process; in the controller it ends the run. An
+exception in another library's callback is only logged, as by default: some libraries raise and continue.
+
+    process-1: A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at
+        once. Its owner notices the death, and replaces the process or ends the run. No process stays alive after it has
+        failed.
+    process-2: SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses
+        of that process do not inherit this.
 """
 
 import asyncio
@@ -97,7 +98,7 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: obje
 
 
 def outlive_stop_signals() -> None:
-    """Let SIGINT and SIGTERM have no effect on this process from now on (PR-3).
+    """Let SIGINT and SIGTERM have no effect on this process from now on (process-2).
 
     A handler that does nothing, because subprocesses inherit ignored signals, and `Popen.terminate()` would not end
     them. A function of the C library, because Python lets only the main thread set its handlers.
@@ -133,7 +134,7 @@ def become(arguments: Sequence[str]) -> NoReturn:
 
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
-    """Log why this process cannot continue, and exit at once. May be called from any thread (PR-1)."""
+    """Log why this process cannot continue, and exit at once. May be called from any thread (process-1)."""
     if error is not None:
         why = f"{why}: {cause_of(error)}"
     logger.critical("%s%s", FATAL, " ".join(why.split()), exc_info=error)  # on one line: `fatal_reason` reads one line
@@ -148,7 +149,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def give_up_when_a_thread_fails() -> None:
-    """End this process from now on when any thread raises an uncaught exception (PR-1)."""
+    """End this process from now on when any thread raises an uncaught exception (process-1)."""
 
     def failed(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
@@ -159,7 +160,7 @@ def give_up_when_a_thread_fails() -> None:
 
 
 def give_up_when_a_callback_fails() -> None:
-    """End this process from now on when a callback of goaly's raises in a new event loop (PR-2). Each actor has its own
+    """End this process from now on when a callback of goaly's raises in a new event loop. Each actor has its own
     event loop."""
 
     class Policy(asyncio.DefaultEventLoopPolicy):
@@ -172,7 +173,7 @@ def give_up_when_a_callback_fails() -> None:
 
 
 def watch_callbacks(loop: asyncio.AbstractEventLoop, failed: Callable[[str, BaseException], Any]) -> None:
-    """Call `failed(name, error)` when a callback of goaly's raises in this event loop (PR-2)."""
+    """Call `failed(name, error)` when a callback of goaly's raises in this event loop."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -195,7 +196,7 @@ def _own_callback(error: BaseException) -> str | None:
 
 
 def vital_task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-    """Run the coroutine as a task whose failure ends this process (PR-1). Its cancellation or normal end does not."""
+    """Run the coroutine as a task whose failure ends this process (process-1). Its cancellation or end does not."""
 
     def ended(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

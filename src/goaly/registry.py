@@ -5,9 +5,8 @@ parameters after `*`; values are checked against their annotations, bounds such 
 
     def clipped(tokens, *, clip_low: Share = 0.2): ...
 
-Invariants
-    RY-1  An option that the chosen function does not take is an error that names the functions that take it.
-    RY-2  A function that is not found, or does not take these options, is an error before anything runs.
+An option that the chosen function does not take is an error that names the functions that take it. A function that is
+not found, or does not take these options, is an error before anything runs.
 """
 
 import functools
@@ -82,7 +81,7 @@ class Registry(Generic[F]):
         for option, value in options.items():
             key = f"{prefix}options.{option}={show(value)}"
             if option not in taken:
-                found.append(f"{key}: {self._untaken(name, option, taken)}")  # RY-1
+                found.append(f"{key}: {self._untaken(name, option, taken)}")
             elif complaint := _complaint(annotations.get(option, Any), value):
                 found.append(f"{key}: {complaint}")
         return found

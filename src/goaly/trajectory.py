@@ -15,16 +15,16 @@ about token t: `sampler_logprobs[t]` is the sampler's log-probability of `tokens
                             1 without a form; only if an answer has one
     (later stages)    f32   reference_logprobs, values, advantages, returns
 
-Invariants
-    TR-1  The first token is never trained, because no token predicts it.
-    TR-2  A trained token has a version >= 0 and a finite log-probability <= 0. One without a finite log-probability is
-          not trained, so it is in no loss, no ratio and no denominator.
-    TR-3  Masks are stored, never inferred from pad or end-of-sequence tokens.
-    TR-4  The rewards of a sequence add up to a finite number.
-    TR-5  The padding of a packed row is at its end, is never trained, and has its own positions from 0.
-    TR-6  If a sequence has choices of experts, so has each token before its last trained one. Those of later tokens are
-          0 and have no meaning: the sampler need not have computed these tokens, and no trained token depends on them.
-    TR-7  A group's trajectories of one episode follow each other, and have its `sample_index`, which no other has.
+The first token is never trained, because no token predicts it. Masks are stored, never inferred from pad or
+end-of-sequence tokens. The rewards of a sequence add up to a finite number. The padding of a packed row is at its end,
+is never trained, and has its own positions from 0. A group's trajectories of one episode follow each other, and have
+its `sample_index`, which no other has.
+
+    trajectory-1: A trained token has a version >= 0 and a finite log-probability <= 0. One without a finite
+        log-probability is not trained, so it is in no loss, no ratio and no denominator.
+    trajectory-2: If a sequence has choices of experts, so has each token before its last trained one. Those of later
+        tokens are 0 and have no meaning: the sampler need not have computed these tokens, and no trained token depends
+        on them.
 """
 
 import json
@@ -125,7 +125,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All samples of one prompt, with the prompt's ticket. An episode makes one trajectory or several (TR-7)."""
+    """All samples of one prompt, with the prompt's ticket. An episode makes one trajectory or several."""
 
     ticket: int
     prompt_id: str
@@ -237,7 +237,7 @@ def episode_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def without_non_finite(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The columns, in which tokens without a finite log-prob are not trained (TR-2); they count as a metric."""
+    """The columns, in which tokens without a finite log-prob are not trained (trajectory-1); they count as a metric."""
     finite_T = columns["sampler_logprobs"].isfinite()
     if finite_T.all():
         return dict(columns)
@@ -279,17 +279,17 @@ def check_tokens(data: TensorDict, *, where: str) -> None:
         raise SchemaError(f"{where}: `tokens` is empty")
     trained_T = data["trained"].numpy()  # numpy looks at short columns in a fraction of torch's time
     if trained_T[0]:
-        raise SchemaError(f"{where}: `trained` is set on the first token, which no token predicts")  # TR-1
+        raise SchemaError(f"{where}: `trained` is set on the first token, which no token predicts")
     logprobs = data["sampler_logprobs"].numpy()[trained_T]
     sound = (logprobs <= 0) & np.isfinite(logprobs)
     if not sound.all():
         first = float(logprobs[~sound][0])
-        raise SchemaError(f"{where}: `sampler_logprobs` of a trained token is positive or not finite: {first}")  # TR-2
+        raise SchemaError(f"{where}: `sampler_logprobs` of a trained token is positive or not finite: {first}")
     if (data["sampler_versions"].numpy()[trained_T] < 0).any():
-        raise SchemaError(f"{where}: `sampler_versions` of a trained token is negative")  # TR-2
+        raise SchemaError(f"{where}: `sampler_versions` of a trained token is negative")  # trajectory-1
     total = data["rewards"].sum()
     if not bool(torch.isfinite(total)):
-        raise SchemaError(f"{where}: `rewards` add up to {total.item()}, must be a finite number")  # TR-4
+        raise SchemaError(f"{where}: `rewards` add up to {total.item()}, must be a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ class Minibatch:
 class PackedRows:
     """The rows of one data-parallel rank: a TensorDict `[rows, L]`, and counts over the whole batch.
 
-    The columns are those of a trajectory, and `positions` (i64), which restarts at 0 with each document. Padding (TR-5)
+    The columns are those of a trajectory, and `positions` (i64), which restarts at 0 with each document. Padding
     is a document of its own.
     """
 
@@ -351,13 +351,13 @@ def pack_rows(sequences: Sequence[TokenColumns], rows: Sequence[Row], row_length
         positions_RL[row, span] = torch.arange(span.stop - span.start)
         used[row] = span.stop
     for row, stop in enumerate(used):
-        positions_RL[row, stop:] = torch.arange(row_length - stop)  # TR-5
+        positions_RL[row, stop:] = torch.arange(row_length - stop)
     return TensorDict({**packed, "positions": positions_RL}, batch_size=[len(rows), row_length])
 
 
 def _completed(sequences: Sequence[TokenColumns]) -> Sequence[TokenColumns]:
     """The sequences, with the columns that only some of them have: weights of 1, and choices of experts for those
-    without a trained token (TR-6)."""
+    without a trained token (trajectory-2)."""
     known = {key: one[key] for key in SOMETIMES for one in sequences if key in one.keys()}  # noqa: SIM118
     if not known:
         return sequences

@@ -9,16 +9,15 @@ thread says so, and `WorkWatchdog` looks at all pieces of work of the process:
     with Work("train"):
         …
 
-Both log the stack of the thread while they wait, and end the process at the limit (PR-1), so that its owner replaces
+Both log the stack of the thread while they wait, and end the process at the limit (process-1); its owner then replaces
 it. Code that holds the interpreter's lock stops their threads too; the run's heartbeats detect that.
 
-Invariants
-    LW-1  Time during which the whole process was stopped does not count: the limit is divided into parts, and however
-          long one wait takes it counts as one part.
-    LW-2  A piece of work that makes no progress for `hosts.stuck_seconds` ends its process, after that time and one
-          part more at the latest. Waiting for work is no work.
-    LW-3  While nothing is being worked on, the thread of the work's watchdog sleeps until something is. A process that
-          never works has no such thread.
+Time during which the whole process was stopped does not count: the limit is divided into parts, and however long one
+wait takes it counts as one part. While nothing is being worked on, the thread of the work's watchdog sleeps until
+something is. A process that never works has no such thread.
+
+    watchdog-1: A piece of work that makes no progress for `hosts.stuck_seconds` ends its process, after that time and
+        one part more at the latest. Waiting for work is no work.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ PARTS = 8
 
 
 class PartedLimit:
-    """A time limit that is counted in parts (LW-1)."""
+    """A time limit that is counted in parts."""
 
     def __init__(self, seconds: float, setting: str):
         """`setting` is the key that sets it."""
@@ -47,7 +46,7 @@ class PartedLimit:
         self.part_seconds = seconds / PARTS
 
     def spend(self, parts: int, what: str, thread: int) -> None:
-        """Log that `what`, in this thread, has lasted for so many parts, whenever that has doubled; after all of them
+        """Log that `what`, in this thread, has lasted for `parts` parts, whenever that has doubled; after all of them
         end the process."""
         if parts < PARTS and parts & (parts - 1):
             return
@@ -82,7 +81,7 @@ class LoopWatchdog:
             except RuntimeError:  # the loop was closed
                 return
             for waited in range(1, PARTS + 1):
-                if answered.wait(part) or self._stopped.is_set():  # LW-1
+                if answered.wait(part) or self._stopped.is_set():
                     break
                 self._limit.spend(waited, "the event loop has been blocked", thread)
 
@@ -113,14 +112,14 @@ class WorkWatchdog:
             work.looks += 1
             parts = work.looks - 1  # it began somewhere in the first
             if parts and self.works.get(thread) is work:
-                self._limit.spend(parts, f"{work.name} has made no progress", thread)  # LW-2
+                self._limit.spend(parts, f"{work.name} has made no progress", thread)  # watchdog-1
 
     def _watch(self) -> None:
         while True:
             self._begun.clear()
             self.is_idle = True  # before it looks: what begins after the look sees this, and calls `wake`
             if not self.works:
-                self._begun.wait()  # LW-3
+                self._begun.wait()
             self.is_idle = False
             while self.works:
                 time.sleep(self._limit.part_seconds)
@@ -131,7 +130,7 @@ _watchdog: WorkWatchdog | None = None
 
 
 class Work:
-    """A piece of work on the present thread, which the process does not survive if it gets stuck (LW-2).
+    """A piece of work on the present thread, which the process does not survive if it gets stuck (watchdog-1).
 
     A thread has one at a time, and does not await in it.
     """

@@ -54,7 +54,7 @@ def test_whatever_dies_under_agents_every_task_ends_once_and_no_token_is_trained
     ends = capsys.readouterr().out.splitlines()[-1]
     assert ends.endswith(f"policy version {STEPS}; prompts: 2 failed, {2 * STEPS} trained")
     for failed in ("1.0", "3.0"):
-        assert journal(["show", str(run.folder), "--episode", failed]) == 0  # JO-5
+        assert journal(["show", str(run.folder), "--episode", failed]) == 0
         told = capsys.readouterr().out
         assert f"episode {failed}: failed" in told
         assert "(abandoned, EnvironmentDied" in told

@@ -79,16 +79,14 @@ def test_training_lowers_the_loss_and_leaves_a_folder_that_transformers_loads(tr
     assert model.generate(**asked, max_new_tokens=3).shape[1] == 7
 
 
-def test_a_second_call_with_the_same_config_does_nothing(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # SF-1
+def test_a_second_call_with_the_same_config_does_nothing(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(config(trained)) == 0
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
     assert "is there already" in capsys.readouterr().out
 
 
-def test_an_interrupted_run_goes_on_to_bit_identical_parameters(  # SF-3
+def test_an_interrupted_run_goes_on_to_bit_identical_parameters(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path / "model", checkpoint_every=2)
@@ -117,7 +115,7 @@ def test_a_changed_config_trains_anew(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "model")) == 2
 
 
-def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:  # SF-2
+def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "precious.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds something that no supervised run made"):

@@ -154,7 +154,7 @@ def test_a_wrong_value_hides_no_other_problem_and_what_is_said_of_its_default_is
         "right.0.twice=5: must be 2 * right.0.count=2 (override)",
         "right: takes steps=3",
     ]
-    assert error.value.problems == [  # CF-1
+    assert error.value.problems == [
         *first.get(steps, []),
         "left.count=0: must be at least 1 (override)",
         "right.0.share=1.0: must be above 0 and below 1, or null (override)",
@@ -377,7 +377,7 @@ configs = st.builds(
 
 @settings(deadline=None)
 @given(configs)
-def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config: Config):  # CF-2
+def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, config: Config):
     file = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert read("--config", str(file)) == config

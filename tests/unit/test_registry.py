@@ -51,7 +51,7 @@ def test_a_name_and_a_path_find_their_functions(registry: Registry):
         ),
     ],
 )
-def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str, problem: str):  # RY-2
+def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str, problem: str):
     found = [line.replace(" -> None", "") for line in registry.problems("x.", name, {})]
     assert found == [f"x.name={name}: {problem}"]
 
@@ -72,7 +72,7 @@ def test_what_can_not_be_found_lists_what_is_known(registry: Registry, name: str
 )
 def test_options_are_checked_against_the_signature(registry: Registry, options: dict, problem: str):
     name = f"{__name__}:own"
-    assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]  # RY-1
+    assert registry.problems("x.", name, options) == [f"x.{problem.format(own=name)}"]
     with pytest.raises(ValueError, match="options"):
         registry.bound(name, options)
 

@@ -57,12 +57,12 @@ def test_a_trajectory_knows_its_reward_and_its_trained_tokens():
         ({"sampler_versions": torch.tensor([-1, 3, -1], dtype=torch.int32)}, "`sampler_versions` of a trained token"),
     ],
 )
-def test_a_broken_column_is_refused_by_name(changes, named):  # TR-1, TR-2, TR-4
+def test_a_broken_column_is_refused_by_name(changes, named):  # trajectory-1
     with pytest.raises(SchemaError, match=f"trajectory p1/2: {named}"):
         trajectory(**changes)
 
 
-def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():  # TR-3
+def test_untrained_tokens_need_neither_a_version_nor_a_logprob_below_zero():
     taken = trajectory(
         trained=torch.tensor([False, False, True]), sampler_versions=torch.tensor([-1, -1, 0], dtype=torch.int32)
     )
@@ -117,7 +117,7 @@ def untrained() -> Trajectory:
     return trajectory(trained=torch.zeros(3, dtype=torch.bool))
 
 
-def test_choices_of_experts_are_packed_and_an_untrained_sequence_needs_none():  # TR-6
+def test_choices_of_experts_are_packed_and_an_untrained_sequence_needs_none():  # trajectory-2
     samples = [with_choices().tokens, untrained().tokens]
     packed = pack_rows(samples, [(1, 0)], 8, 0)
     assert torch.equal(packed["expert_choices"][0, 3:6], samples[0]["expert_choices"])
@@ -137,7 +137,7 @@ def test_weights_of_forms_are_1_where_no_form_was_also_in_another_process_and_in
     assert "form_weights" not in pack_rows([trajectory().tokens], [(0,)], 8, 0)
 
 
-def test_choices_of_experts_survive_the_way_to_another_process_and_to_the_log():  # TR-6
+def test_choices_of_experts_survive_the_way_to_another_process_and_to_the_log():  # trajectory-2
     group = Group(ticket=0, prompt_id="p", source="s", samples=(untrained(), with_choices()))
     for back in (pickle.loads(pickle.dumps(group)), decode(b"".join(encode(group)))):
         assert torch.equal(back.samples[1].tokens["expert_choices"], with_choices().tokens["expert_choices"])

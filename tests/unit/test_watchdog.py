@@ -38,7 +38,7 @@ def works():
     ("what", "says", "where"),
     [
         ("asyncio.run(main())", "the event loop has been blocked for rollout.blocked_seconds", "a_tool_that_blocks"),
-        ("works()", "train has made no progress for hosts.stuck_seconds", "a_collective"),  # LW-2
+        ("works()", "train has made no progress for hosts.stuck_seconds", "a_collective"),  # watchdog-1
     ],
 )
 def test_what_is_stuck_ends_its_process_and_the_log_says_where(what: str, says: str, where: str) -> None:
@@ -111,7 +111,7 @@ def test_the_limit_is_waited_for_in_parts_and_told_when_it_has_doubled(monkeypat
     with pytest.raises(GaveUp, match=r"^the event loop has been blocked for rollout.blocked_seconds=80, nowhere"):
         watched(monkeypatch, waits)
     # a pause and the answer that came, a pause and the answer that did not: a stopped process loses a part, no more
-    assert waits.waited == [10.0] * (2 + 1 + PARTS)  # LW-1
+    assert waits.waited == [10.0] * (2 + 1 + PARTS)
     assert durations(caplog) == ["10 s", "20 s", "40 s", "80 s"]
 
 
@@ -140,7 +140,7 @@ def test_work_without_progress_for_the_limit_ends_its_process(unwatched: WorkWat
     with Work("train"):
         looks(unwatched, PARTS)  # it may have begun just before the first
         with pytest.raises(GaveUp, match=r"^train has made no progress for hosts.stuck_seconds=80, in .*watchdog"):
-            unwatched.look()  # LW-2
+            unwatched.look()  # watchdog-1
     assert durations(caplog) == ["10 s", "20 s", "40 s", "80 s"]
     assert "test_watchdog.py" in caplog.messages[0]
 
@@ -204,13 +204,13 @@ def test_the_watchdog_sleeps_while_there_is_no_work_and_does_not_exist_before(mo
     monkeypatch.setattr(watchdog, "_watchdog", None)
     before = threads()
     limit_work(80.0)
-    assert threads() == before  # LW-3
+    assert threads() == before
     for _ in range(3):  # asleep, or about to be
         with Work("a step"):
             assert slept.acquire(timeout=20)
         looked.release()
     assert len(threads()) == len(before) + 1
-    assert not slept.acquire(blocking=False)  # LW-3: nothing begins, so it does not look
+    assert not slept.acquire(blocking=False)  # nothing begins, so it does not look
 
 
 def test_without_a_limit_work_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:

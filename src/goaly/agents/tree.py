@@ -72,7 +72,7 @@ def trajectory_of(
     choices = [own[number].choices for number in sorted(own)]
     if known := [one for one in choices if one is not None]:
         rest = known[0].new_zeros(length - sum(map(len, known)), *known[0].shape[1:])
-        columns[EXPERT_CHOICES] = torch.cat([*known, rest])  # TR-6
+        columns[EXPERT_CHOICES] = torch.cat([*known, rest])  # trajectory-2
     return Trajectory(
         tokens=TensorDict(without_non_finite(columns), batch_size=[length]),
         prompt_id=prompt_id,

@@ -91,7 +91,7 @@ def check_group(group: Group, settings: BacklogSettings, min_version: int) -> No
             f"prompt {group.prompt_id}: a group of {len(episodes)} samples{left}, "
             f"must be backlog.group_size={settings.group_size}"
         )
-    if len(episodes) != len(group.episodes):  # TR-7
+    if len(episodes) != len(group.episodes):
         raise SchemaError(f"prompt {group.prompt_id}: the trajectories of an episode do not follow each other")
     for sample in group.samples:
         where = f"trajectory {sample.prompt_id}/{sample.sample_index}"

@@ -1,8 +1,7 @@
 """Turns plain values into settings, and words each problem that pydantic or the settings' own `problems` find.
 
-Invariants
-    CF-1  All problems are reported at once. Only the `problems` of a section with a wrong required key have to wait.
-    CF-2  A config that `to_yaml` wrote reads back as the same config.
+All problems are reported at once. Only the `problems` of a section with a wrong required key have to wait. A config
+that `to_yaml` wrote reads back as the same config.
 """
 
 import contextlib

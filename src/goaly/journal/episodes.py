@@ -1,9 +1,8 @@
 """The episodes in a run's log, and the end of each: the queue of the run is replayed from its log, so states, steps and
 advantages are those of the run.
 
-Invariants
-    JO-1  Every ticket that the log knows is there: with its episodes, or as one entry without tokens if it has none.
-    JO-5  An episode of a failed group has the tokens that its chats sampled, and how it ended.
+Every ticket that the log knows is there: with its episodes, or as one entry without tokens if it has none. An episode
+of a failed group has the tokens that its chats sampled, and how it ended.
 """
 
 import json
@@ -300,7 +299,7 @@ def _advantage(episode: ReadEpisode) -> float | None:
 def _recorded(
     chat: ChatTokenizer, file: Path, prompt_id: str, sample: int
 ) -> tuple[tuple[Trajectory, ...], str | None]:
-    """The trajectories of a session; empty if it has none, or its file is gone. And how it failed, if it did (JO-5)."""
+    """The trajectories of a session; empty if it has none, or its file is gone. And how it failed, if it did."""
     try:
         lines = file.read_bytes()
     except FileNotFoundError:

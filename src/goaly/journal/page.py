@@ -1,8 +1,7 @@
 """Episodes as one HTML page that needs no other file, no server and no network.
 
-Invariants
-    JO-4  Text from a log cannot leave the page's data, which is JSON without `<`, `>` and `&`. The page's policy lets
-          only its own script run, and nothing load: not even a mistake in the script could send anything anywhere.
+Text from a log cannot leave the page's data, which is JSON without `<`, `>` and `&`. The page's policy lets only its
+own script run, and nothing load: not even a mistake in the script could send anything anywhere.
 """
 
 import json
@@ -101,7 +100,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _embedded(data: object) -> str:
-    """The data as JSON that no HTML parser takes for anything else (JO-4)."""
+    """The data as JSON that no HTML parser takes for anything else."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

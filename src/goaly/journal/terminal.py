@@ -1,4 +1,4 @@
-"""Episodes for the terminal: a table of many, and one turn by turn. Text from a log is made safe (JO-3).
+"""Episodes for the terminal: a table of many, and one turn by turn. Text from a log is made safe.
 
 Shape suffixes: T tokens of a trajectory, N tokens of a turn.
 """

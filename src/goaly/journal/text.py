@@ -1,7 +1,6 @@
 """Text of tokens, and text that is safe to show: a policy can write anything.
 
-Invariants
-    JO-3  Text that is shown has no control characters but line breaks and tabs, and none that change its direction.
+Text that is shown has no control characters but line breaks and tabs, and none that change its direction.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 REPLACEMENT = "\ufffd"
 """Decoding gives it for bytes that are no character."""
 MOST_BYTES = 4
-"""A character has at most so many bytes in UTF-8, and so many tokens."""
+"""A character has at most this many bytes in UTF-8, and this many tokens."""
 
 
 def pieces(chat: ChatTokenizer, tokens: Sequence[int]) -> list[str]:
@@ -31,7 +30,7 @@ def pieces(chat: ChatTokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def safe(text: str) -> str:
-    """The text with everything else than visible characters, line breaks and tabs as escapes (JO-3)."""
+    """The text with everything else than visible characters, line breaks and tabs as escapes."""
     return text if text.isprintable() else "".join(one if _is_safe(one) else _escape(one) for one in text)
 
 

@@ -3,9 +3,8 @@
 Trajectories of one episode begin with the same turns up to where they part. A turn that the policy wrote is trained in
 one of them, and context in the others.
 
-Invariants
-    JO-2  Each token of an episode is in one turn of its tree, but for those that a trajectory shares with another one.
-          A turn that is trained has the tokens of the trajectory that trains it.
+Each token of an episode is in one turn of its tree, but for those that a trajectory shares with another one. A turn
+that is trained has the tokens of the trajectory that trains it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ class TreeTurn:
 
     @property
     def author(self) -> str:
-        """Who wrote it."""
+        """The author of the turn."""
         return self.turn.author
 
     @property
@@ -40,7 +39,7 @@ class TreeTurn:
 
 
 def turns_of(trajectories: Sequence[Trajectory]) -> list[TreeTurn]:
-    """The turns of an episode with these trajectories, each once (JO-2)."""
+    """The turns of an episode with these trajectories, each once."""
     turns: list[TreeTurn] = []
     following: dict[int | None, list[int]] = {}
     for place, one in enumerate(trajectories):

@@ -1,8 +1,6 @@
 """Ranks that are not there: a process that is one rank of many, and which of the others hold the same as it does.
 
-Invariants
-    TM-1  What runs as a fake rank has a process of its own, whose process group ends with it, and takes no memory for
-          the tensors.
+A fake rank has a process of its own, whose process group ends with it, and takes no memory for the tensors.
 """
 
 import multiprocessing
@@ -29,7 +27,7 @@ Found = TypeVar("Found")
 
 
 def as_fake_rank(work: Callable[..., Found], *arguments: Any, rank: int, ranks: int) -> Found:
-    """The result of `work` in a process that is one of so many ranks, the others of which are not there. A dry run asks
+    """The result of `work` in a process that is one of `ranks` ranks, the others of which are not there. A dry run asks
     for the same several times, and gets what was found before."""
     key = repr((work.__module__, work.__name__, arguments, rank, ranks))
     if key not in _KNOWN:

@@ -4,8 +4,7 @@ Beside what ranks always hold (`memory.py`) a reader of weights needs room to fe
 builds a layer at a time when it loads a model, and the trainer's first rank gathers a file when it saves one. Files of
 models that are read are mapped: the system drops those pages when it needs them, so they are not counted.
 
-Invariants
-    HM-1  A host whose memory is known and does not suffice is refused, in one line that says what needs most.
+A host whose memory is known and does not suffice is refused, in one line that says what needs most.
 """
 
 from collections import Counter, defaultdict
@@ -95,7 +94,7 @@ def host_memory(
 
 
 def problems(hosts: list[HostMemory], *, imagined: bool) -> Iterator[str]:
-    """One line for each host whose memory does not suffice (HM-1); equal hosts share one."""
+    """One line for each host whose memory does not suffice; equal hosts share one."""
     told = set()
     for host in hosts:
         if host.fits or (kind := (host.gib, tuple(host.parts.items()))) in told:

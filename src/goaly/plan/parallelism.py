@@ -3,8 +3,7 @@
 Ranks are numbered with tensor parallelism innermost and replicas outermost. Experts use the same ranks as another mesh,
 in which the expert axis replaces tensor parallelism and as much of FSDP as it needs.
 
-Invariants
-    WE-1  A rank's layout is that of torchtitan's `parallelize_fn`, for FSDP, HSDP, TP, EP and their mixes.
+A rank's layout is that of torchtitan's `parallelize_fn`, for FSDP, HSDP, TP, EP and their mixes.
 """
 
 from collections.abc import Sequence

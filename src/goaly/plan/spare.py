@@ -1,7 +1,6 @@
 """Where generators keep the weights that they have fetched, chosen by what fits their GPUs, and what would fit.
 
-Invariants
-    SC-1  "auto" becomes "device" only if that leaves `HEADROOM` of the GPU free, beside all roles that share it.
+"auto" becomes "device" only if that leaves `HEADROOM` of the GPU free, beside all roles that share it.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +55,7 @@ def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
         if config.weights.reads_into_gpus:
             chosen = "device"
         elif traced or not {"trainer", "critic"} & sharing:
-            chosen = "device" if left("device", traced=known) >= HEADROOM * gpu_gib else "host"  # SC-1
+            chosen = "device" if left("device", traced=known) >= HEADROOM * gpu_gib else "host"
     device_left, host_left = (left(place, traced=traced) for place in PLACES)
     return Spare(asked=asked, chosen=chosen, gpu_gib=gpu_gib, device_left=device_left, host_left=host_left)
 

@@ -9,8 +9,7 @@ All ranks are covered: those of every pipeline stage, in groups that hold parts 
 built model say. One rank of each group is built and traced. Stages that differ in nothing but the number of waiting
 microbatches share a trace.
 
-Invariants
-    TM-2  Each rank is in one group, and holds what the traced rank of its group holds.
+Each rank is in one group, and holds what the traced rank of its group holds.
 """
 
 import warnings
@@ -102,7 +101,7 @@ def trace(
         for group in of_rank(0).groups:
             one = of_rank(group[0])
             memory = replace(one.memory, activations=one.memory.activations + waiting * one.waiting)
-            found[tuple(number * trainer.stage_ranks + rank for rank in group)] = memory  # TM-2
+            found[tuple(number * trainer.stage_ranks + rank for rank in group)] = memory
     return found
 
 

@@ -8,7 +8,7 @@ Invariants
     EP-2  A completion must continue exactly the tokens recorded so far: training sees what the policy saw.
     EP-3  Every reward is a finite number; any other value fails its own group, never a batch.
     EP-4  Of the expert choices that two completions have for one token, those of the first are recorded: the log-probs
-          of its trained tokens were sampled with them (TR-6).
+          of its trained tokens were sampled with them (trajectory-2).
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -5,7 +5,7 @@ only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a p
 
     run-8: Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
         signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group of
-        its own; the SIGTERM that schedulers send to all processes ends none of them (PR-3).
+        its own; the SIGTERM that schedulers send to all processes ends none of them (process-2).
 """
 
 import asyncio

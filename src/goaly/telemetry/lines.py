@@ -2,14 +2,11 @@
 
 A file that can't be opened raises at once, before training starts.
 
-Invariants
-    TL-1  A line is one `write` to a file opened for appending, so lines of several processes never interleave.
-    TL-2  Half a line, which a full disk or a crash left, is removed: at once, or when the file is opened again. Only
-          that line is lost.
-    TL-3  Writing and closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the
-          failure is logged once, the file takes no more lines, and `lost` counts the missing ones.
-    TL-4  A line is strict JSON: values without a JSON form are written as text, and numbers that are not finite as
-          null.
+A line is one `write` to a file opened for appending, so lines of several processes never interleave. Half a line, which
+a full disk or a crash left, is removed: at once, or when the file is opened again. Only that line is lost. Writing and
+closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the failure is logged
+once, the file takes no more lines, and `lost` counts the missing ones. A line is strict JSON: values without a JSON
+form are written as text, and numbers that are not finite as null.
 """
 
 import json
@@ -36,7 +33,7 @@ class LineFile:
         self.path = Path(path)
         self.lost = 0
         self._lock = threading.Lock()
-        self._fd: int | None = open_lines(self.path)  # TL-2
+        self._fd: int | None = open_lines(self.path)
 
     def write(self, *records: Any) -> None:
         """Append a line for each record."""
@@ -51,7 +48,7 @@ class LineFile:
                 return
             try:
                 while encoded:
-                    encoded = encoded[os.write(self._fd, encoded) :]  # TL-1: one write unless the kernel cuts it
+                    encoded = encoded[os.write(self._fd, encoded) :]  # one write unless the kernel cuts it
             except OSError as error:
                 self._gave_up(len(records), error, close=True)
 
@@ -75,7 +72,7 @@ class LineFile:
         self.lost += records
         if close and self._fd is not None:
             with suppress(OSError):
-                mend_last_line(self._fd)  # TL-2
+                mend_last_line(self._fd)
             self._close()
 
 

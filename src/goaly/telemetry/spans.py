@@ -11,10 +11,8 @@ The clock is `time.time_ns()`, which all processes of a host share. Spans are bu
 time, or with the first span that ends a second after the last write, so a killed process loses about a second. Spans
 that can't be written are lost, with one warning (see `lines.py`).
 
-Invariants
-    SP-1  `span` is safe in threads and asyncio tasks: a span records its thread and task, and shares no state.
-    SP-2  A span records the type of an exception and lets it pass.
-    SP-3  A forked child starts unconfigured, and records no spans of its parent.
+`span` is safe in threads and asyncio tasks: a span records its thread and task, and shares no state. A span records the
+type of an exception and lets it pass. A forked child starts unconfigured, and records no spans of its parent.
 """
 
 import asyncio
@@ -49,7 +47,7 @@ class Span:
         if self._recorder is None:
             return
         if kind is not None:
-            self._args["error"] = kind.__name__  # SP-2
+            self._args["error"] = kind.__name__
         thread = threading.current_thread()
         self._recorder.add(self._name, self._start, time.time_ns(), thread.name, thread.ident, _task(), self._args)
 
@@ -128,7 +126,7 @@ def _task() -> int:
 
 def _forget() -> None:
     global _recorder
-    _recorder = None  # SP-3
+    _recorder = None
 
 
 atexit.register(flush)

@@ -4,9 +4,8 @@ Both draw the spans of a thread as a stack, so these must nest. Spans of concurr
 gets its own lane while its outermost span lasts, and the lanes of a thread appear as threads `MainThread`,
 `MainThread 2`, …
 
-Invariants
-    SP-4  Two spans on one lane are either disjoint or nested, and nested spans belong to the same task.
-    SP-5  Every complete span is in the trace; spans that a crash left half-written are skipped.
+Two spans on one lane are either disjoint or nested, and nested spans belong to the same task. Every complete span is in
+the trace; spans that a crash left half-written are skipped.
 """
 
 import json
@@ -63,7 +62,7 @@ def read_spans(run_dir: str | Path) -> Iterator[FinishedSpan]:
             try:
                 yield FinishedSpan(process=path.stem, **line)
             except TypeError:
-                continue  # SP-5: two processes' lines may have met where one was cut
+                continue  # two processes' lines may have met where one was cut
 
 
 def trace_events(spans: Iterable[FinishedSpan]) -> Iterator[dict[str, Any]]:
@@ -101,7 +100,7 @@ def trace_events(spans: Iterable[FinishedSpan]) -> Iterator[dict[str, Any]]:
 
 
 def lanes(spans: list[FinishedSpan]) -> list[tuple[int, FinishedSpan]]:
-    """A lane for every span of a thread, outer spans before inner ones (SP-4); no more lanes than concurrent tasks."""
+    """A lane for every span of a thread, outer spans before inner ones; no more lanes than concurrent tasks."""
     # Of two spans with the same extent, the one recorded last is the outer one.
     order = sorted(enumerate(spans), key=lambda item: (item[1].start_ns, -item[1].stop_ns, -item[0]))
     free: list[int] = []

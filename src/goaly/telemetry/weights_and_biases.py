@@ -1,13 +1,12 @@
 """Sends metrics to Weights & Biases, with the names of `metrics.jsonl` and the policy version as the x-axis.
 
 W&B's own step must never decrease, but an evaluation may end after newer steps. So each record has its
-`policy_version`, which W&B is told to use as the step of all metrics.
+`policy_version`, which W&B uses as the step of all metrics.
 
-Invariants
-    WI-1  Nothing here ends a run or keeps it waiting: a thread makes all calls of W&B. A failure there, or a W&B that
-          is too slow, costs records in W&B and one warning; `metrics.jsonl` has them all. A server that does not answer
-          delays the end of a run by a few seconds, because W&B's process is killed then.
-    WI-2  All starts of a run are one run of W&B: its id is in the run folder.
+Nothing here ends a run or keeps it waiting: a thread makes all calls of W&B. A failure there, or a W&B that is too
+slow, costs records in W&B and one warning; `metrics.jsonl` has them all. A server that does not answer delays the end
+of a run by a few seconds, because W&B's process is killed then. All starts of a run are one run of W&B: its id is in
+the run folder.
 """
 
 import logging
@@ -76,7 +75,7 @@ class WandbRun:
             while (record := self._records.get()) is not None:  # unblocked by `log` and `close`
                 run.log(record)
             run.finish(exit_code=int(self._failed))
-        except Exception as error:  # WI-1
+        except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._answered.set()
@@ -111,7 +110,7 @@ class WandbRun:
         return run
 
     def _run_id(self) -> str:
-        """The id of this run in W&B, made at the run's first start (WI-2)."""
+        """The id of this run in W&B, made at the run's first start."""
         file = self._run_dir / ID_FILE
         known = file.read_text().strip() if file.exists() else ""
         if not known:

@@ -212,7 +212,7 @@ def test_a_reward_must_be_a_number(agent, reward):  # EP-3
             give()
 
 
-def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # EP-4, TR-6
+def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # EP-4, trajectory-2
     a = agent()
 
     def say(messages, answer, number, **facts):
@@ -258,7 +258,7 @@ def test_an_answer_with_a_form_is_trained_with_its_weights_once(agent):  # agent
         assert "form_weights" not in third
 
 
-def test_a_token_without_a_finite_log_prob_is_context_under_a_form_too(agent):  # TR-2
+def test_a_token_without_a_finite_log_prob_is_context_under_a_form_too(agent):  # trajectory-1
     a = agent()
     continuation, tokens = a.session.extend([user("a")]), a.written(assistant("b"))
     odd = torch.full((len(tokens),), float("nan"))

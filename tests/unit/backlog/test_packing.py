@@ -80,7 +80,7 @@ def test_a_sequence_longer_than_a_row_is_refused_by_both_numbers():
         assign([4, 33], 32, 1)
 
 
-def test_a_packed_row_by_hand():  # TR-5
+def test_a_packed_row_by_hand():
     rows = pack_rows([sequence(7, 8, 9), sequence(4, 5)], [(0, 1), ()], 8, pad_token=99)
     assert rows["tokens"].tolist() == [[7, 8, 9, 4, 5, 99, 99, 99], [99] * 8]
     assert rows["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], list(range(8))]

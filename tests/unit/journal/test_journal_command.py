@@ -108,7 +108,7 @@ def test_show_with_tokens_has_a_line_for_each_token(folder: Path, capsys: Captur
     assert rows["28"] == ["'<|im_end|>'", "-0.25", "1", "0", "1", "-0.75", "1"]
 
 
-def test_what_a_policy_wrote_cannot_control_the_terminal(folder: Path, capsys: Capture) -> None:  # JO-3
+def test_what_a_policy_wrote_cannot_control_the_terminal(folder: Path, capsys: Capture) -> None:
     for tokens in ([], ["--tokens"]):
         assert main(["show", str(folder), "--episode", "4.1", *tokens]) == 0
         out = capsys.readouterr().out

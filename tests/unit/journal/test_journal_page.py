@@ -52,7 +52,7 @@ def data_of(page: Path) -> dict[str, Any]:
     return json.loads(found)
 
 
-def test_a_page_has_its_own_elements_only_and_names_no_other_place(page: Path) -> None:  # JO-4
+def test_a_page_has_its_own_elements_only_and_names_no_other_place(page: Path) -> None:
     content = page.read_text()
     found = Elements(content)
     assert found.open == []
@@ -163,7 +163,7 @@ def test_tokens_are_colored_and_listed_where_asked_for(shown: Browser) -> None:
 
 
 @in_browser
-def test_text_from_the_log_stays_text_and_nothing_is_loaded(shown: Browser, page: Path) -> None:  # JO-4
+def test_text_from_the_log_stays_text_and_nothing_is_loaded(shown: Browser, page: Path) -> None:
     shown.click("a[href='#4.1']")
     assert shown.value("document.querySelector('#turn-2 .text').innerText") == safe(HOSTILE) + "<|im_end|>"
     assert shown.value("document.title") == "Episodes of run"

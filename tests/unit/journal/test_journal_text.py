@@ -29,7 +29,7 @@ def test_bytes_that_are_no_text_have_a_text_too(logged: LoggedRun, tokens: list[
 
 
 @given(st.text())
-def test_safe_text_has_only_visible_characters_and_line_breaks(text: str) -> None:  # JO-3
+def test_safe_text_has_only_visible_characters_and_line_breaks(text: str) -> None:
     shown = safe(text)
     assert all(one in "\n\t" or unicodedata.category(one)[0] != "C" for one in shown)
     assert "\n" not in one_line(text)

@@ -18,7 +18,7 @@ def by_id(run: LoggedRun, **more: bool) -> dict[str, LoggedEpisode]:
     return {one.id: one for one in read_log(RunFolder.of(run.folder), **more).episodes}
 
 
-def test_every_ticket_of_the_log_is_there_with_its_state_and_its_reason(logged: LoggedRun) -> None:  # JO-1
+def test_every_ticket_of_the_log_is_there_with_its_state_and_its_reason(logged: LoggedRun) -> None:
     found = by_id(logged)
     assert list(found) == ["0.0", "0.1", "1.0", "1.1", "2", "3.0", "3.1", "4.0", "4.1", "5.0", "5.1", "6", "7"]
     states = {State.TRAINED: "0.0 4.1", State.QUEUED: "5.0 5.1", State.FAILED: "2", State.RUNNING: "6 7"}
@@ -62,7 +62,7 @@ def test_an_episode_under_way_is_read_from_its_session_up_to_the_last_whole_reco
     assert {path: path.read_bytes() for path in logged.folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_episode_of_a_failed_group_has_what_it_sampled_and_how_it_ended(logged: LoggedRun) -> None:  # JO-5
+def test_an_episode_of_a_failed_group_has_what_it_sampled_and_how_it_ended(logged: LoggedRun) -> None:
     failed = by_id(logged, sessions=True)["2.1"]
     assert (failed.state, failed.why, failed.turns, failed.trained) == (State.FAILED, FAILURE, 1, len("oops") + 1)
     assert failed.outcome == f"abandoned, {FAILURE}"

@@ -43,7 +43,7 @@ def test_trajectories_share_the_turns_up_to_where_they_part() -> None:
     assert shape(one, two) == [(None, 0), (1, 0), (2, 0), (3, 0), (2, 1), (5, 1)]
 
 
-def test_a_shared_answer_is_that_of_the_trajectory_that_trains_it() -> None:  # JO-2
+def test_a_shared_answer_is_that_of_the_trajectory_that_trains_it() -> None:
     context = trajectory([PROMPT, ("policy", [3], False), ("environment", [4], False), ("policy", [5], True)])
     trains = trajectory([PROMPT, ("policy", [3], True), ("environment", [6], False), ("policy", [5], True)])
     assert shape(context, trains)[1] == (1, 1)
@@ -82,7 +82,7 @@ def test_each_path_of_the_tree_is_a_trajectory_and_each_trained_turn_is_there_on
     ]
     tree = {turn.number: turn for turn in turns_of(made)}
     trained = sum(bool(trained) for turns in branches for _, trained in turns)
-    assert sum(bool(made[one.trajectory].tokens["trained"][one.span].any()) for one in tree.values()) == trained  # JO-2
+    assert sum(bool(made[one.trajectory].tokens["trained"][one.span].any()) for one in tree.values()) == trained
     paths = []
     for turn in tree.values():
         path, at = [], turn

@@ -380,7 +380,7 @@ def test_what_runs_say_of_a_folder_is_not_said_of_the_policies_that_start_from_i
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     source = shutil.copytree(tiny_model_folder, tmp_path / "source")
-    for mark in (MARK, SCORE_FILE):  # a policy with SFT's mark would be overwritten by the next supervised run (SF-2)
+    for mark in (MARK, SCORE_FILE):  # a policy with SFT's mark would be overwritten by the next supervised run
         (source / mark).write_text("{}")
     model, spec = loaded(source)
     save_hf(model, spec, tmp_path / "policy", source)

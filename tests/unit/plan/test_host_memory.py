@@ -1,4 +1,4 @@
-"""HM-1: the memory of each host is the sum of what its processes need there, and a host without room is refused."""
+"""The memory of each host is the sum of what its processes need there, and a host without room is refused."""
 
 import re
 from dataclasses import replace
@@ -85,7 +85,6 @@ def test_without_gpus_all_memory_is_the_hosts():
 
 
 def test_a_host_without_room_is_refused_with_what_takes_most_and_what_would_take_less():
-    """HM-1"""
     config = of_8b("weights.spare=host")
     placed(config, cluster(hosts=2, host_gib=250))
     with pytest.raises(ConfigError) as error:
@@ -116,7 +115,6 @@ def test_a_dry_run_names_the_setting_of_the_hosts_memory_or_says_that_it_is_not_
 
 
 def test_a_run_on_this_machine_is_checked_against_its_own_memory():
-    """HM-1"""
     config = of_8b("trainer.fsdp=1", "generator={replicas: 1, tp: 1}")
     machine = replace(this_machine(), gpus=())
     assert machine.gib is not None

@@ -1,4 +1,4 @@
-"""WE-1: names, shapes and placements on paper are those of a real torchtitan model on a process group without peers."""
+"""Names, shapes and placements on paper are those of a real torchtitan model on a process group without peers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +126,7 @@ def parallelized(flavor: str, parallelism: Parallelism) -> Any:
         "replicas, too",
     ],
 )
-def test_a_rank_holds_what_torchtitan_puts_there(flavor, decoder, parallelism, rank) -> None:  # WE-1
+def test_a_rank_holds_what_torchtitan_puts_there(flavor, decoder, parallelism, rank) -> None:
     with fake_world(rank, parallelism.ranks):
         tensors = dict(parallelized(flavor, parallelism).named_parameters())
     held: dict[str, int] = {name: 0 for name in tensors}

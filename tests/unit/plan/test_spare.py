@@ -48,7 +48,6 @@ def cluster(gpu_gib: float) -> Any:
 def test_fetched_weights_are_on_the_gpu_if_they_fit_there_beside_the_others(
     gpu_gib: float, overrides: list[str], chosen: str
 ) -> None:
-    """SC-1"""
     found = spare_on(of_8b(*overrides), cluster(gpu_gib))
     assert found is not None
     assert found.chosen == chosen
@@ -57,7 +56,6 @@ def test_fetched_weights_are_on_the_gpu_if_they_fit_there_beside_the_others(
 
 
 def test_a_generator_that_shares_its_gpu_with_the_trainer_chooses_by_what_is_free() -> None:
-    """SC-1"""
     shared = of_8b("hosts.generator={share_with: trainer}", "generator.kv_cache_gib=20")
     known, unknown = spare_on(shared, cluster(200), traced=True), spare_on(shared, cluster(200))
     assert known is not None is not unknown
@@ -73,7 +71,6 @@ def test_a_generator_that_shares_its_gpu_with_the_trainer_chooses_by_what_is_fre
 
 
 def test_a_dry_run_says_what_it_chose_and_why() -> None:
-    """SC-1"""
     told = describe(of_8b("hosts.imagine={gpus: 8, gpu_gib: 126}"))
     assert (
         "weights.spare=auto: host. GiB left on a generator's GPU: 5.4 with the fetched weights on it, 20.7 with them "

@@ -105,7 +105,6 @@ def test_bytes_count_while_a_tensor_lives_and_a_view_counts_once():
     ids=str,
 )
 def test_a_rank_holds_what_the_layout_says(shape: Architecture, axes: tuple[int, int, int]):
-    """WE-1"""
     fsdp, tp, ep = axes
     found = traced(shape, TrainerSettings(fsdp=fsdp, tp=tp, ep=ep), 128)
     layout = Parallelism(fsdp=fsdp, tp=tp, ep=ep).layout(shape.parameters(), 0, torch.float32)
@@ -128,7 +127,7 @@ def test_each_stage_holds_its_layers_and_the_activations_of_microbatches_that_wa
     shape = replace(DENSE, layers=10)
     found = trace(shape, "bfloat16", settings, documents, on_gpu=True)
     alone = traced(shape, TrainerSettings(tp=2), *documents)
-    assert list(found) == [(0, 1), (2, 3), (4, 5)]  # TM-2
+    assert list(found) == [(0, 1), (2, 3), (4, 5)]
     first, middle, last = found.values()
     assert first.parameters + middle.parameters + last.parameters == alone.parameters
     assert sum(one.stage_elements for one in found.values()) == shape.elements
@@ -161,7 +160,6 @@ def test_stages_that_differ_only_in_what_waits_have_one_trace():
     ids=str,
 )
 def test_ranks_of_a_group_hold_what_the_traced_one_holds(shape: Architecture, axes: dict[str, Any]):
-    """TM-2"""
     settings = TrainerSettings(**axes)
     found = trace(shape, "bfloat16", settings, (128 * settings.tp,), on_gpu=True)
     assert sorted(rank for ranks in found for rank in ranks) == list(range(settings.ranks))
@@ -219,7 +217,6 @@ def test_a_critic_has_a_value_in_place_of_each_tokens_logits():
 
 
 def test_the_largest_model_takes_no_memory_and_leaves_no_group():
-    """TM-1"""
     settings = TrainerSettings(fsdp=64, ep=8, activation_checkpointing="full")
     found = traced(MODELS["qwen3-235b-a22b"], settings, 8192)
     assert found.parameters == pytest.approx(4 * 235.09e9 / 64, rel=1e-3)

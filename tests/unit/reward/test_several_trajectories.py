@@ -98,7 +98,7 @@ def test_metrics_and_rewards_are_those_of_episodes() -> None:
     assert Group.decoded(bytearray(several.encoded())).rewards == several.rewards
 
 
-def test_a_group_has_the_episodes_that_were_asked_for_each_in_one_piece() -> None:  # TR-7
+def test_a_group_has_the_episodes_that_were_asked_for_each_in_one_piece() -> None:
     settings = BacklogSettings(group_size=2, row_length=16)
     check_group(group_of([1.0, 1.0], [0.0]), settings, 0)
     with pytest.raises(SchemaError, match=r"a group of 1 samples, must be backlog\.group_size=2"):

@@ -115,7 +115,8 @@ def chose(first: int, count: int) -> torch.Tensor:
     return (first + torch.arange(count * 4)).to(torch.uint8).view(count, 2, 2)
 
 
-def test_the_first_recorded_choices_of_a_token_stand_and_tokens_after_the_last_completion_have_none():  # EP-4, TR-6
+def test_the_first_recorded_choices_of_a_token_stand_and_tokens_after_the_last_completion_have_none():
+    # EP-4, trajectory-2
     first, second = chose(0, 3), chose(100, 6)
     episode = Episode(PROMPT, [5, 6]).wrote(replace(completion([5, 6], [7, 8]), choices=first)).observed([40])
     episode.wrote(replace(completion([5, 6, 7, 8, 40], [9, 1]), choices=second)).observed([41, 42])

@@ -299,7 +299,6 @@ async def test_an_answer_that_comes_in_time_is_given_and_one_that_fails_raises()
 async def test_a_callback_that_fails_in_the_controller_ends_the_run_with_its_error(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    """PR-2"""
     argv = [f"model.path={tiny_model_folder}", "steps=9", "telemetry.tensorboard=false", "telemetry.progress=off"]
     run = Run(load(RunConfig, argv, prog="test", description="").config, tmp_path)
 

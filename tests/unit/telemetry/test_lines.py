@@ -1,4 +1,4 @@
-"""TL-1 to TL-4: line files survive crashes, company and full disks."""
+"""Line files survive crashes, company and full disks."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ records = st.dictionaries(
 
 @settings(deadline=None)
 @given(before=st.lists(records, min_size=1, max_size=4), after=st.lists(records, max_size=3), data=st.data())
-def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):  # TL-2
+def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, before, after, data):
     path = tmp_path_factory.mktemp("lines") / "file.jsonl"
     first = LineFile(path)
     first.write(*before)
@@ -51,7 +51,7 @@ sys.exit(lines.lost)
 """
 
 
-def test_a_disk_that_gets_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Path):  # TL-2, TL-3
+def test_a_disk_that_gets_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Path):
     path = tmp_path / "file.jsonl"
     assert subprocess.run([sys.executable, "-c", LIMITED, str(path)], stderr=subprocess.DEVNULL).returncode == 2
     assert path.read_text() == '{"number":0}\n'
@@ -105,7 +105,7 @@ def test_lines_of_several_processes_never_interleave(tmp_path: Path):
     assert sorted(found) == [(writer, index) for writer in range(3) for index in range(100)]
 
 
-def test_a_full_disk_costs_lines_and_one_warning_but_never_raises(caplog: pytest.LogCaptureFixture):  # TL-3
+def test_a_full_disk_costs_lines_and_one_warning_but_never_raises(caplog: pytest.LogCaptureFixture):
     lines = LineFile("/dev/full")
     with caplog.at_level(logging.WARNING):
         lines.write({"a": 1}, {"a": 2})
@@ -150,9 +150,7 @@ def test_what_json_cannot_hold_at_all_is_counted_not_raised(tmp_path: Path):
     assert list(read_lines(tmp_path / "a.jsonl")) == [{"a": 1}]
 
 
-def test_a_file_system_that_fails_when_the_file_is_closed_costs_one_warning(
-    tmp_path: Path, caplog, monkeypatch
-):  # TL-3
+def test_a_file_system_that_fails_when_the_file_is_closed_costs_one_warning(tmp_path: Path, caplog, monkeypatch):
     def fails(descriptor: int) -> None:
         close(descriptor)
         raise OSError(errno.EIO, "Input/output error")

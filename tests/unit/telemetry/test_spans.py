@@ -1,4 +1,4 @@
-"""SP-1 to SP-3: spans know who they belong to, let errors pass, and cost nothing while nobody records."""
+"""Spans know who they belong to, let errors pass, and cost nothing while nobody records."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def test_a_span_is_recorded_with_its_time_on_the_shared_clock(recorded):
     assert before <= line["start_ns"] <= line["stop_ns"] <= after
 
 
-def test_an_error_passes_and_is_noted(recorded):  # SP-2
+def test_an_error_passes_and_is_noted(recorded):
     with pytest.raises(asyncio.CancelledError), span("pull"):
         raise asyncio.CancelledError
     assert recorded()[0]["args"] == {"error": "CancelledError"}

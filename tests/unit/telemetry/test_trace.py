@@ -1,4 +1,4 @@
-"""SP-4, SP-5: a trace of concurrent spans nests, is complete, and survives cut lines."""
+"""A trace of concurrent spans nests, is complete, and survives cut lines."""
 
 import asyncio
 import json

@@ -33,7 +33,7 @@ def written(run_dir: Path) -> list[Path]:
 
 def test_metrics_keep_their_names_and_versions_and_a_second_start_is_the_same_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # WI-2
+) -> None:
     for limit in ("UNANSWERED_SECONDS", "FINISH_SECONDS"):
         monkeypatch.setattr(weights_and_biases, limit, 60.0)  # a busy machine
     run_dir = tmp_path / "adder"
@@ -89,7 +89,7 @@ class Broken:
 
 def test_a_failure_is_one_warning_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # WI-1
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Broken)
     writer = MetricsWriter(tmp_path, OFFLINE)
     for version in range(3):
@@ -121,7 +121,7 @@ def test_no_api_key_is_a_warning_that_says_what_to_do_and_never_a_question(
 
 def test_one_that_hangs_delays_neither_steps_nor_the_end_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # WI-1
+) -> None:
     released = threading.Event()
 
     class Hanging(Broken):
@@ -144,7 +144,7 @@ def test_one_that_hangs_delays_neither_steps_nor_the_end_for_long(
         ]
 
 
-def test_a_server_that_never_answers_delays_the_end_of_a_short_run_by_seconds(tmp_path: Path) -> None:  # WI-1
+def test_a_server_that_never_answers_delays_the_end_of_a_short_run_by_seconds(tmp_path: Path) -> None:
     script = """
 import logging, signal, sys, time
 from pathlib import Path

@@ -66,7 +66,7 @@ def test_rows_without_a_trained_token_still_make_a_line():
 @given(count=st.integers(1, 12), rows=st.integers(1, 5), multiple=st.sampled_from([1, 8]), seed=st.integers(0, 99))
 def test_tokens_before_the_last_trained_one_of_their_document_have_choices_to_replay(
     count: int, rows: int, multiple: int, seed: int
-):  # TR-6
+):  # trajectory-2
     sequences = documents(count, seed=seed, longest=20, choices=(2, 8, 3))
     for number, sequence in enumerate(sequences):
         sequence["trained"][-1 - number % 3 :] = False  # as if an environment had the last word

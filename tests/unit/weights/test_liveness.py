@@ -31,13 +31,13 @@ async def test_a_process_elsewhere_counts_as_ended_once_it_is_silent_and_not_whi
     for _ in range(TICKS - 1):
         assert not ended
         await stalls.tick(PULSE_SECONDS)
-    assert ended == [True]  # WP-2
+    assert ended == [True]
     watch.close()
 
 
 async def test_a_watcher_that_stalled_longer_than_the_limit_ends_nobody_whose_pulses_wait(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # WP-3
+) -> None:
     stalls = Stalls(monkeypatch)
     ended: list[bool] = []
     watch = SilenceWatch(lambda: ended.append(True))

@@ -1,4 +1,4 @@
-"""Shared memory without names, with real kills: weights-5, and WP-1, WP-2."""
+"""Shared memory without names, with real kills: weights-5, and liveness-1."""
 
 import asyncio
 import faulthandler
