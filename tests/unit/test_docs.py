@@ -50,13 +50,12 @@ def test_make_targets_that_are_named_exist(page: Path):
     assert set(TARGET.findall(page.read_text())) - targets == set()
 
 
-def test_the_readme_shows_grpo_as_it_is():
+@pytest.mark.parametrize("name", ["README.md", "docs/write_an_algorithm.md"])
+def test_grpo_is_shown_as_it_is(name: str):
     script = (ROOT / "apps/grpo/main.py").read_text()
-    (shown,) = re.findall(
-        r"All of GRPO, from `apps/grpo/main.py`:\n\n```python\n(.*?)```", README.read_text(), re.DOTALL
-    )
-    assert shown in script
-    assert all(f"async def {name}(" in shown for name in ("episode", "collect", "train"))
+    blocks = re.findall(r"```python\n(async def .*?)```", (ROOT / name).read_text(), re.DOTALL)
+    assert all(block in script for block in blocks)
+    assert all(f"async def {function}(" in "".join(blocks) for function in ("episode", "collect", "train"))
 
 
 def test_the_readme_is_short():
