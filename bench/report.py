@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, the machine, the file of finished runs, intervals, and the files of results."""
+"""The parts that benchmarks share: options, the machine, the file of finished runs, intervals, and result files."""
 
 import argparse
 import json
@@ -126,7 +126,7 @@ def exit_on_terminate() -> None:
 
 
 def digest(described: Mapping[str, Any]) -> str:
-    """What tells one run's settings from another's."""
+    """A name of these settings: other settings have another one."""
     return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 

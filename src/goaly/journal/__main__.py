@@ -163,7 +163,7 @@ def _ends(reading: "Reading") -> str:
 
 
 def _missing(reading: "Reading") -> list[str]:
-    """What the log does not have."""
+    """The facts that the log does not have."""
     notes = []
     if reading.begins:
         gone = ", ".join(f"{count} {why}" for why, count in reading.before.items() if count)

@@ -82,7 +82,7 @@ class MixtureOfExperts(MoE):
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
 
     def _preferences(self, x_BLD: torch.Tensor) -> torch.Tensor | None:
-        """What the router adds to its scores before it chooses, but not to the weights of the chosen experts."""
+        """The bias that the router adds to its scores for the choice, and not to the weights of the chosen experts."""
         if self.choices_BLK is None:
             return self.expert_bias_E
         choices_BLK = self.choices_BLK.long()

@@ -13,7 +13,7 @@ INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading a damaged file raises."""
+"""Errors that reading a damaged file raises."""
 
 
 def weight_problems(folder: str | Path, shape: Architecture, where: str, *, head: bool = True) -> Iterator[str]:
@@ -50,7 +50,7 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _absent_files(folder: Path, present: set[str]) -> Iterator[str]:
-    """What a folder's index of its files lacks."""
+    """A line for each fault of a folder's index of its files."""
     index = folder / INDEX
     if not index.is_file():
         return

@@ -336,7 +336,7 @@ class GroupRunner:
     def _cut_off(
         self, running: RunningEpisode, session: Session, error: Exception, name: str
     ) -> tuple[Trajectory, ...]:
-        """What an episode that this error ended is trained with, or nothing if it leaves its group (RG-4). Raises the
+        """The trajectories of an episode that this error ended, or none if it leaves its group (RG-4). Raises the
         error if no limit cut it off."""
         cause, is_late, setting = first_error(error), isinstance(error, EpisodeTimeout), self.settings.cut_off_reward
         is_evaluation, reward = running.policy.evaluation, session.reward

@@ -61,7 +61,7 @@ class RunningEpisode:
     attempt: int = field(default=0, init=False)
     """How often it has begun again."""
     session: Session | None = field(default=None, init=False)
-    """What was said in this attempt, once it has begun."""
+    """The conversation of this attempt, once it has begun."""
     why: str | None = field(default=None, init=False)
     """The error that ended this attempt."""
     is_cut_off: bool = field(default=False, init=False)

@@ -16,7 +16,7 @@ CutOffReward = Literal["worst", "exclude"] | float
 
 
 class SessionSettings(Settings):
-    """What the agents of one episode may do; null is no limit."""
+    """Limits of the agents of one episode; null is no limit."""
 
     turns: PositiveInt | None = None
     """Most answers of the policy in the whole episode."""
