@@ -62,10 +62,11 @@ class Scored:
         """For each sample the mean of its episode's samples."""
         episodes = int(self.episodes_S[-1]) + 1
         sums_E = values_S.new_zeros(episodes).index_add(0, self.episodes_S, values_S)
-        return sums_E[self.episodes_S] / self._episode_size_S
+        return sums_E[self.episodes_S] / self.episode_size_S
 
     @property
-    def _episode_size_S(self) -> Tensor:
+    def episode_size_S(self) -> Tensor:
+        """For each sample the number of samples of its episode."""
         return torch.bincount(self.episodes_S)[self.episodes_S]
 
     @property
@@ -76,7 +77,7 @@ class Scored:
     def _group_sum(self, values_S: Tensor) -> Tensor:
         """For each sample the sum over its group's episodes of the mean of their samples."""
         groups = int(self.groups_S[-1]) + 1
-        of_episodes_S = values_S / self._episode_size_S
+        of_episodes_S = values_S / self.episode_size_S
         return values_S.new_zeros(groups).index_add(0, self.groups_S, of_episodes_S)[self.groups_S]
 
 
@@ -165,7 +166,7 @@ def process(batch: Scored, *, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     A step is a trained turn and everything up to the next one, so a reward in between belongs to it. In that mean each
     trajectory of an episode counts by its part of them.
     """
-    part_S = 1 / batch._episode_size_S.double()
+    part_S = 1 / batch.episode_size_S.double()
     steps = [_steps(sample) for sample in batch.samples]
     rewards = [
         torch.stack([rewards_T[start:stop].sum() for start, stop in found]) if found else rewards_T[:0]

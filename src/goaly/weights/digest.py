@@ -102,7 +102,7 @@ class WeightedSum:
 
 
 def digest_of(layout: Layout, elements: Sequence[torch.Tensor]) -> int:
-    """What these shards add to the digest."""
+    """The part of these shards in the digest."""
     return sum(_sum(shard, one) for shard, one in zip(layout, elements, strict=True)) % 2**64
 
 

@@ -36,7 +36,7 @@ class Source:
     place: str
     """`SHARED`, `STORED` or `DEVICE`."""
     handle: Any
-    """What opens them there: a `SegmentHandle`, or the prefix of TorchStore's keys."""
+    """The key that opens them there: a `SegmentHandle`, or the prefix of TorchStore's keys."""
     bytes: int
     remote: Any | None = None
     """The slots as processes on other hosts reach them (`rdma.RemoteSlots`), once a reader there needs them."""

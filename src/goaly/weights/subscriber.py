@@ -77,7 +77,7 @@ class Subscriber(StoreClient):
         """Set if all its writer ranks are on other hosts: neighbours may copy from it (`rdma.py`)."""
         self._published: dict[str, Shard] = {}
         self._check: Check | None = None
-        """That of the version in the spares, if it has a digest."""
+        """The check of the version in the spares, if it has a digest."""
         self._parts: list[Part] = []
         self.verified_updates = 0
         """How many of the applied versions had a digest, and were found to be what was published."""
