@@ -43,14 +43,14 @@ from typing import Any
 from bench.loop import measure_alone, measure_arm, with_context
 from bench.report import Machine, append, finished, options, write
 from bench.tail import EpisodeFunction, drawn
-from goaly.config import load
-from goaly.config.schema import plain
+from goaly.base.config import load
+from goaly.base.config.schema import plain
 from goaly.journal.episodes import LoggedEpisode, read_log
 from goaly.journal.run_folder import RunFolder
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
-from goaly.run.config import RunConfig
 from goaly.trajectory import Trajectory
 
 SHORT, LONG, LONGEST = 0.03, 0.6, 12.0

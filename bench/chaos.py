@@ -92,10 +92,10 @@ def accounts(run_dir: Path) -> dict[str, int]:
     from goaly.backlog.admission import Ticket
     from goaly.backlog.events import Trained
     from goaly.backlog.ledger import Dropped
-    from goaly.durable.records import Drawn
-    from goaly.durable.run_log import records
+    from goaly.journal.records import Drawn
+    from goaly.journal.run_log import records
+    from goaly.plan.config import config_of
     from goaly.prompts.mixture import prompt_mixture
-    from goaly.run.config import config_of
     from goaly.trajectory import Group
 
     drawn: dict[int, str] = {}

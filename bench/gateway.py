@@ -36,6 +36,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
+from goaly.base.telemetry import logs
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -47,7 +48,6 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.policy import Policy
 from goaly.rollout.settings import EndpointSettings
-from goaly.telemetry import logs
 from tests.vllm_server import vllm_server
 
 CONTEXT = 256

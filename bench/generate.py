@@ -108,7 +108,7 @@ def settings(engine: str) -> GeneratorSettings:
 def _one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    from goaly.telemetry import logs
+    from goaly.base.telemetry import logs
 
     logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-generate.log")
 

@@ -54,7 +54,7 @@ def bitwise_operations() -> dict[str, Any]:
 
 def operations(sizes: Sizes, dtype: torch.dtype, device: torch.device, prefix: str = "") -> dict[str, float]:
     """The time of each operation over that of torch's for all rows; raises if a row's bits depend on other rows."""
-    from goaly.models import bitwise_kernels as kernels
+    from goaly.numerics import bitwise_kernels as kernels
 
     random = torch.Generator().manual_seed(0)
 
@@ -92,7 +92,7 @@ def _check_parts(name: str, operation: Callable[[torch.Tensor], torch.Tensor], r
 
 
 def _check_experts(x_TD: torch.Tensor, weight_ND: torch.Tensor, experts: int) -> None:
-    from goaly.models import bitwise_kernels as kernels
+    from goaly.numerics import bitwise_kernels as kernels
 
     weights = weight_ND[None] * torch.arange(1, experts + 1, device=x_TD.device, dtype=x_TD.dtype)[:, None, None]
     rows = [len(x_TD) - sum(range(experts)), *range(1, experts)]
@@ -104,8 +104,8 @@ def _check_experts(x_TD: torch.Tensor, weight_ND: torch.Tensor, experts: int) ->
 
 def _attention(sizes: Sizes, drawn: Callable[..., torch.Tensor]) -> float:
     """Compare a document packed as in the trainer with a part of it in vLLM's pages; the time over torch's."""
-    from goaly.models import bitwise_kernels as kernels
-    from goaly.models.bitwise_attention import PAGE, PagedDocuments
+    from goaly.numerics import bitwise_kernels as kernels
+    from goaly.numerics.bitwise_attention import PAGE, PagedDocuments
 
     length, heads, kv_heads, width = sizes.context, sizes.heads, sizes.kv_heads, sizes.head_dim
     q, k, v = (drawn(length, count, width) for count in (heads, kv_heads, kv_heads))

@@ -35,10 +35,10 @@ from typing import Any
 from apps.grpo.main import collect, episode, train
 from bench.report import Machine, append, options, write
 from bench.tail import MEAN, EpisodeFunction, tail_episode
-from goaly.config import load
-from goaly.run.config import RunConfig
+from goaly.base.config import load
+from goaly.base.telemetry import logs
+from goaly.plan.config import RunConfig
 from goaly.run.run import Run
-from goaly.telemetry import logs
 
 WARM_STEPS = 5
 TASK = "task"

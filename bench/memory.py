@@ -36,8 +36,8 @@ from bench.report import Machine, options, write
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.config import RunConfig
 from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
-from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
 from tests.random_model import write_random_deepseek, write_random_gpt_oss
@@ -149,7 +149,7 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
 
 def measure_generator(folder: Path, name: str) -> list[Case]:
     """Estimate what a generator holds, then build one."""
-    from goaly.config import load
+    from goaly.base.config import load
     from goaly.run.ranks import in_ranks
 
     size, tp = GENERATORS[name]
@@ -176,7 +176,7 @@ def measure_dry_run(folder: Path) -> dict[str, float]:
 
 
 def _dry_run(folder: Path, out: Path) -> None:
-    from goaly.config import load
+    from goaly.base.config import load
     from goaly.plan.dry_run import describe
     from goaly.plan.fake_ranks import most_process_bytes
 

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Machine, exit_on_terminate, options, write
-from goaly.config import load
-from goaly.run.config import RunConfig
-from goaly.telemetry.lines import read_lines
+from goaly.base.config import load
+from goaly.base.telemetry.lines import read_lines
+from goaly.plan.config import RunConfig
 
 CONFIG = "configs/grpo/tiny.yaml"
 GOAL, STEPS_IN_A_ROW = 0.9, 8
@@ -189,9 +189,9 @@ def run_side(side: str, config: RunConfig, argv: Sequence[str], peer_python: Pat
 def as_goaly(argv: Sequence[str], folder: Path) -> None:
     """goaly's side: the loop of `apps.grpo.main` without its evaluations, with a line for each step."""
     from apps.grpo.main import collect, episode, train
+    from goaly.base.telemetry import logs
     from goaly.run.run import Run
     from goaly.run.start import started
-    from goaly.telemetry import logs
 
     config = _config(argv)
     run_dir = folder / "run"

@@ -32,7 +32,7 @@ from bench.report import append, digest, exit_on_terminate, finished, options, w
 
 if TYPE_CHECKING:
     from apps.sft.config import SftConfig
-    from goaly.run.config import RunConfig
+    from goaly.plan.config import RunConfig
 
 T = TypeVar("T")
 
@@ -149,8 +149,8 @@ def chosen(only: str | None) -> dict[str, Path]:
 
 def recipe(name: str, file: Path, *overrides: str, seed: int = 0, start: str | None = None) -> Recipe:
     """The recipe in this file; ConfigError if it can't work. Its warm start has the file's name, or this one."""
-    from goaly.config import load
-    from goaly.run.config import RunConfig
+    from goaly.base.config import load
+    from goaly.plan.config import RunConfig
 
     if name.startswith(CONTROL):
         overrides = (*overrides, f"advantages.name=bench.controls:{name.removeprefix(CONTROL)}")
@@ -170,7 +170,7 @@ def warm_start(file: str) -> dict[str, Any]:
     """The settings that decide the model from which a recipe in a file of this name starts, up to rounding, which
     differs between processors."""
     from apps.sft.config import SftConfig
-    from goaly.config import load
+    from goaly.base.config import load
 
     own = CONFIGS / "sft" / file
     config = own if own.is_file() else WARM_START
@@ -182,7 +182,7 @@ def settled(config: "RunConfig | SftConfig") -> dict[str, Any]:
 
     Without what is at its default: a new setting that changes nothing where nobody sets it leaves old runs valid.
     """
-    from goaly.config.schema import default_values, plain
+    from goaly.base.config.schema import default_values, plain
 
     decided = _without(plain(config), default_values(type(config)))
     return {key: value for key, value in decided.items() if key not in WHERE_NOT_WHAT}
@@ -340,7 +340,7 @@ def main() -> int:
     parser.add_argument("--only", help="names of recipes, such as dapo,grpo/tiny,control/flipped; all if not given")
     arguments = parser.parse_args()
     exit_on_terminate()
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     try:
         work = [

@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.folder import open_lines
-from goaly.telemetry.lines import read_lines
+from goaly.base.folder import open_lines
+from goaly.base.telemetry.lines import read_lines
 
 T = TypeVar("T")
 

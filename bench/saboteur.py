@@ -46,7 +46,7 @@ POINTS = {
     "annotate": "goaly.train.engine:TrainEngine.logprobs",
     "learn values": "goaly.train.critic_engine:CriticEngine.train_steps",
     "write a checkpoint": "goaly.train.saved_state:StagedState.write",
-    "write the log": "goaly.durable.log_writer:LogWriter._write",
+    "write the log": "goaly.journal.log_writer:LogWriter._write",
     "decode": "goaly.generate.engine:Engine.step",
     "pull": "goaly.weights.subscriber:Subscriber._pull",
     "apply": "goaly.generate.engine:Engine.apply",
@@ -227,10 +227,10 @@ def _has_steps(metrics: Path) -> bool:
 
 def main() -> None:
     """Run the app of the command line with its fault."""
-    from goaly.config import run_cli
+    from goaly.base.config import run_cli
+    from goaly.plan.config import RunConfig
     from goaly.run import serve, start
     from goaly.run.backlog_stage import BacklogStage
-    from goaly.run.config import RunConfig
     from goaly.run.serve_config import ServeConfig
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))

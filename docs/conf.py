@@ -10,10 +10,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from apps.eval.config import EvalConfig  # noqa: E402
 from apps.sft.config import SftConfig  # noqa: E402
-from goaly.config.help import docs  # noqa: E402
-from goaly.config.schema import Key, keys, plain  # noqa: E402
-from goaly.config.wording import show, type_words  # noqa: E402
-from goaly.run.config import RunConfig  # noqa: E402
+from goaly.base.config.help import docs  # noqa: E402
+from goaly.base.config.schema import Key, keys, plain  # noqa: E402
+from goaly.base.config.wording import show, type_words  # noqa: E402
+from goaly.plan.config import RunConfig  # noqa: E402
 from goaly.run.serve_config import ServeConfig  # noqa: E402
 
 project = html_title = "goaly"

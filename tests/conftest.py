@@ -89,7 +89,7 @@ class LastWords(logging.FileHandler):
 if IS_WORKER:
     last_words = LastWords(os.environ[LAST_WORDS], delay=True)
     last_words.setLevel(logging.CRITICAL)
-    logging.getLogger("goaly.process").addHandler(last_words)
+    logging.getLogger("goaly.base.process").addHandler(last_words)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

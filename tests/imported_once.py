@@ -2,7 +2,7 @@
 
 import os
 
-from goaly.process import import_ahead
+from goaly.base.process import import_ahead
 from goaly.run.fork_server import FORKED
 
 _before = dict(os.environ)

@@ -1,6 +1,6 @@
 """The libraries of test files, but for those that start threads."""
 
-from goaly.process import import_ahead
+from goaly.base.process import import_ahead
 
 import_ahead(
     [

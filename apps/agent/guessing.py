@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from apps.agent.tasks import GUESSES, LARGEST
 from apps.grpo.main import grpo
 from apps.ppo.main import ppo
-from goaly.config import Loaded, run_cli
-from goaly.run.config import RunConfig
+from goaly.base.config import Loaded, run_cli
+from goaly.plan.config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.environments.limits import LimitedEnvironment

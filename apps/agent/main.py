@@ -17,9 +17,9 @@ from apps.grpo.main import grpo
 from goaly.agents.episode_folder import EPISODE_FOLDER, episode_folder
 from goaly.agents.program import answer_of_program
 from goaly.agents.settings import AgentSettings
-from goaly.config import Loaded, run_cli
-from goaly.errors import ConfigError
-from goaly.run.config import RunConfig
+from goaly.base.config import Loaded, run_cli
+from goaly.base.errors import ConfigError
+from goaly.plan.config import RunConfig
 
 logger = logging.getLogger(__name__)
 

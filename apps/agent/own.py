@@ -4,10 +4,10 @@ python -m apps.agent.own --config configs/agent/calculator.yaml agent=null
 """
 
 from apps.grpo.main import grpo
-from goaly.bounded_json import bounded_json
-from goaly.config import run_cli
+from goaly.base.bounded_json import bounded_json
+from goaly.base.config import run_cli
+from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Message
-from goaly.run.config import RunConfig
 from goaly.run.launch import launch
 
 TURNS = 4

@@ -5,13 +5,13 @@ from dataclasses import field
 from typing import Literal
 
 from goaly.agents.settings import AgentSettings
-from goaly.config.settings import PositiveFloat, PositiveInt, Section, Settings
-from goaly.errors import ConfigError
-from goaly.evaluation.settings import EvaluationSettings
+from goaly.base.config.settings import PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import RewardSettings
+from goaly.rollout.evaluation import EvaluationSettings
 
 NO_LIMIT = 1 << 40
 """More tokens than any context has."""

@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apps.eval.config import EvalConfig
-from goaly.config import Loaded, run_cli, to_yaml
-from goaly.errors import ConfigError, RunFailed, first_error
-from goaly.folder import writing
+from goaly.base.config import Loaded, run_cli, to_yaml
+from goaly.base.errors import ConfigError, RunFailed, first_error
+from goaly.base.folder import writing
 from goaly.reward.trial import trial
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
 if TYPE_CHECKING:
-    from goaly.evaluation.result import Answered, EvalResult, Verifier
+    from goaly.rollout.evaluation_result import Answered, EvalResult, Verifier
 
 
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
     """Try the problems of every set with the policy, and score the answers."""
     from apps.eval.policy import solver
-    from goaly.evaluation.result import attempted
-    from goaly.evaluation.sets import ProblemSets
+    from goaly.rollout.evaluation_result import attempted
+    from goaly.rollout.evaluation_sets import ProblemSets
 
     sets = ProblemSets(config.evaluation, config.prompts).chosen()
     answered = {}
@@ -60,7 +60,7 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
 
 def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> "dict[str, EvalResult]":
     """The result of every set, and with `by` those of its parts."""
-    from goaly.evaluation.result import summaries_by, summary, warn_of_long_prompts
+    from goaly.rollout.evaluation_result import summaries_by, summary, warn_of_long_prompts
 
     results = {}
     for name, answers in answered.items():

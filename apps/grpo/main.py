@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from goaly.config import Loaded, run_cli
-from goaly.run.config import RunConfig
+from goaly.base.config import Loaded, run_cli
+from goaly.plan.config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.prompts.prompt import Prompt

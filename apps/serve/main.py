@@ -15,11 +15,11 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from goaly.config import Loaded, run_cli, to_yaml
-from goaly.errors import first_error
-from goaly.folder import writing
+from goaly.base.config import Loaded, run_cli, to_yaml
+from goaly.base.errors import first_error
+from goaly.base.folder import writing
+from goaly.base.telemetry import logs
 from goaly.run.serve_config import ServeConfig
-from goaly.telemetry import logs
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
-from goaly.errors import ConfigError
+from goaly.base.config.settings import NonNegativeInt, PositiveInt, Section, Settings
+from goaly.base.errors import ConfigError
+from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, model_config
 from goaly.prompts.settings import ChatSettings, SupervisedSettings
-from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import TrainerSettings
 
 if TYPE_CHECKING:

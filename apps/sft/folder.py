@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from apps.sft.config import SftConfig
-from goaly.config import to_yaml
-from goaly.errors import ConfigError
-from goaly.telemetry.weights_and_biases import ID_FILE
+from goaly.base.config import to_yaml
+from goaly.base.errors import ConfigError
+from goaly.base.telemetry.weights_and_biases import ID_FILE
 
 MARK = "sft.json"
 CHECKPOINT = "checkpoint.pt"

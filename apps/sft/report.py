@@ -5,8 +5,8 @@ import time
 from apps.sft.config import SftConfig
 from apps.sft.folder import SftFolder
 from apps.sft.ranks import is_first_rank
-from goaly.telemetry.metrics import MetricsWriter
-from goaly.telemetry.progress import Progress
+from goaly.base.telemetry.metrics import MetricsWriter
+from goaly.base.telemetry.progress import Progress
 from goaly.trajectory import PackedRows
 
 

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 from goaly.backlog.packing import assign
-from goaly.config import load
-from goaly.errors import ConfigError
+from goaly.base.config import load
+from goaly.base.errors import ConfigError
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.parity_requests import UPDATED, CheckedRequest, cramped, halve, mixed_requests
 from goaly.parity_search import keep_first, search
-from goaly.run.config import RunConfig
+from goaly.plan.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings

@@ -24,27 +24,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from goaly.actors import ask, spawn
 from goaly.backlog.queue import TrajectoryQueue
-from goaly.config import RUN_CONFIG, to_yaml
-from goaly.config.check import check
-from goaly.config.schema import plain
-from goaly.durable.checkpoint import Checkpoint, Checkpoints
-from goaly.durable.records import Resumed
-from goaly.durable.run_log import LOG_FOLDER, first_version, trainers
-from goaly.errors import ConfigError, GoalyError, RunFailed, first_error
+from goaly.base.actors import ask, spawn
+from goaly.base.config import RUN_CONFIG, to_yaml
+from goaly.base.config.check import check
+from goaly.base.config.schema import plain
+from goaly.base.errors import ConfigError, GoalyError, RunFailed, first_error
+from goaly.base.telemetry import logs
+from goaly.base.telemetry.metrics import MetricsWriter
+from goaly.journal.checkpoint import Checkpoint, Checkpoints
+from goaly.journal.records import Resumed
+from goaly.journal.run_log import LOG_FOLDER, first_version, trainers
+from goaly.plan.config import RunConfig, config_of
 from goaly.plan.dry_run import held_on_gpu
-from goaly.run.config import RunConfig, config_of
+from goaly.plan.placement import place, processes
 from goaly.run.hosts import Hosts
-from goaly.run.placement import place, processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.replaceable import Replaceable
 from goaly.run.resume import changes
 from goaly.run.roles import policy_trainer, trajectory_queue
 from goaly.run.stages import TrainerStage
 from goaly.run.start import CHECKPOINT_FOLDER, POLICY_FOLDER
-from goaly.telemetry import logs
-from goaly.telemetry.metrics import MetricsWriter
 from goaly.train.settings import TrainerSettings
 from goaly.weights.store import WeightStore
 
@@ -251,6 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from goaly.process import exit_quickly
+    from goaly.base.process import exit_quickly
 
     exit_quickly(main())

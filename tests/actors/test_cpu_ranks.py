@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from goaly.generate.cpu_ranks import PLACE, CpuRanks
+from goaly.numerics.cpu_ranks import PLACE, CpuRanks
 from goaly.run.ranks import in_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,9 +16,9 @@ import pytest
 from monarch.actor import Actor, endpoint
 from spawned import spawn
 
-from goaly.process import import_ahead
+from goaly.base.process import import_ahead
+from goaly.plan.placement import IMPORTS
 from goaly.run.fork_server import FORKED, LAUNCHER, ForkServer
-from goaly.run.placement import IMPORTS
 from tests.actors.forked_program import ENDS
 from tests.loop.launched import alive, children, gone_within
 

@@ -13,7 +13,7 @@ from loop.launched import descendants, held_memory
 from random_model import VOCABULARY, native_tensors, write_random_model
 from spawned import spawn
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
 from goaly.generate.request import InvalidRequest, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
@@ -30,7 +30,7 @@ def breakable() -> type:
     """A generator whose pulls can be made to fail. Made here, because importing it imports Monarch."""
     from monarch.actor import concurrent_endpoint
 
-    from goaly.errors import WeightsError
+    from goaly.base.errors import WeightsError
     from goaly.generate.generator import Generator
     from goaly.weights.subscriber import Subscriber
 
@@ -47,7 +47,7 @@ def breakable() -> type:
 
 async def ended(mesh: Any) -> list[asyncio.Event]:
     """An event for each process of the mesh, set once it has ended."""
-    from goaly.liveness import ExitWatch
+    from goaly.base.liveness import ExitWatch
     from goaly.run.process_agent import ProcessAgent
 
     marks = await mesh.spawn("agent", ProcessAgent).mark.call()

@@ -13,7 +13,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from spawned import spawn
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
 from goaly.generate.clients import Clients
 from goaly.generate.connection import (
     Connection,

@@ -29,7 +29,7 @@ NOISE = 2e-4
 def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int], adapters: Path, out: Path) -> None:
     """Sample with the folder's weights, and with the adapters beside them."""
     become_rank(rank, degrees.get("tp", 1), port)
-    from goaly.errors import WeightsError
+    from goaly.base.errors import WeightsError
     from goaly.generate.engine import Engine
     from goaly.models.lora import BASE
 

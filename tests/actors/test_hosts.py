@@ -13,12 +13,12 @@ import pytest
 from monarch.actor import Actor, endpoint
 from monarch.job import ProcessJob
 
-from goaly.errors import RunFailed
-from goaly.run.cluster import Cluster, imagined
+from goaly.base.errors import RunFailed
+from goaly.plan.cluster import Cluster, imagined
+from goaly.plan.host_settings import HostSettings, ImaginedCluster
+from goaly.plan.placement import Processes, place
 from goaly.run.fork_server import SHARED
-from goaly.run.host_settings import HostSettings, ImaginedCluster
 from goaly.run.hosts import Hosts
-from goaly.run.placement import Processes, place
 from goaly.run.process_agent import rendezvous
 from tests.loop.launched import gone_within, logging_to
 

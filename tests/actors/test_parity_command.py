@@ -44,7 +44,7 @@ def with_broken(rank: int, side: str, operation: str, work: Callable[..., None],
     (`rank`), or of a `sampler` in passes of few tokens. With `choices` the sampler of the check, but not that of the
     search, chooses other experts than any trainer would."""
     from goaly.generate.vllm_model import TorchtitanForCausalLM
-    from goaly.models import bitwise_experts
+    from goaly.numerics import bitwise_experts
     from goaly.train.engine import TrainEngine
 
     if side == "choices":

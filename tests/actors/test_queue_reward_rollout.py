@@ -14,15 +14,15 @@ import torch
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 from spawned import spawn
 
-from goaly import actors
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
-from goaly.durable.log_writer import LogWriter
-from goaly.errors import RunFailed
+from goaly.base import actors
+from goaly.base.errors import RunFailed
 from goaly.generate.clients import Clients
 from goaly.generate.connection import Leave, Submit, Withdraw, client_of, own_name
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
+from goaly.journal.log_writer import LogWriter
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.reward.pool import RewardPool

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from goaly.errors import RunFailed
-from goaly.liveness import ExitWatch, SilenceWatch, process_mark
-from goaly.process import give_up
-from goaly.run.host_settings import HostSettings
+from goaly.base.errors import RunFailed
+from goaly.base.liveness import ExitWatch, SilenceWatch, process_mark
+from goaly.base.process import give_up
+from goaly.plan.host_settings import HostSettings
+from goaly.plan.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.run.hosts import Hosts
-from goaly.run.placement import ANYWHERE, IMPORTS, Placed, Processes
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,13 +11,13 @@ import cloudpickle
 import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.run.host_settings import HostSettings
+from goaly.plan.host_settings import HostSettings
+from goaly.plan.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.run.hosts import Hosts
-from goaly.run.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.train.rank import RankThread
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

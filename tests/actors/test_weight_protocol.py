@@ -12,8 +12,8 @@ import torch
 from monarch.actor import ActorError, this_proc
 from spawned import spawn
 
-from goaly.errors import WeightsError, WritersGone
-from goaly.liveness import process_mark
+from goaly.base.errors import WeightsError, WritersGone
+from goaly.base.liveness import process_mark
 from goaly.weights.layout import Layout
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings

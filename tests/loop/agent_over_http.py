@@ -4,10 +4,10 @@ import httpx
 import openai
 
 from apps.grpo.main import grpo
-from goaly.config import Loaded, run_cli
+from goaly.base.config import Loaded, run_cli
+from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext
-from goaly.run.config import RunConfig
 from goaly.run.launch import launch
 from goaly.trajectory import Trajectory
 

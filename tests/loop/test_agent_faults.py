@@ -7,8 +7,8 @@ import pytest
 from launched import REWARDED, START_SECONDS, LaunchedRun, gone_within, left_within, orphaned_memory, orphaned_within
 from test_agent_run import TEMPLATE
 
-from goaly.durable.run_log import records
 from goaly.journal.__main__ import main as journal
+from goaly.journal.run_log import records
 from goaly.trajectory import Group, Trajectory
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]

@@ -9,10 +9,10 @@ import pytest
 from apps.eval.config import EvalConfig, EvalGeneratorSettings
 from apps.eval.main import table
 from apps.eval.quiet import hushed
-from goaly.evaluation.result import EvalResult
-from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
 from goaly.reward.settings import RewardSettings
+from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
+from goaly.rollout.evaluation_result import EvalResult
 from tests.program import ended
 
 TINY = TinyModel(dim=32, layers=1, heads=2, kv_heads=2, head_dim=32, hidden_dim=32, max_context=128)

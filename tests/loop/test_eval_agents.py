@@ -15,12 +15,12 @@ import pytest
 from apps.eval.config import EvalConfig, EvalGeneratorSettings, RemoteSettings
 from apps.eval.main import evaluation
 from goaly.agents.settings import AgentSettings
-from goaly.errors import RunFailed, first_error
-from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
+from goaly.base.errors import RunFailed, first_error
 from goaly.generate.settings import SamplingSettings
 from goaly.journal.__main__ import main as journal
 from goaly.prompts.settings import ArithmeticSettings, ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
+from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
 from tests.loop.conftest import launching
 from tests.loop.launched import START_SECONDS
 from tests.loop.memorized import SUMS, write_memorized_model

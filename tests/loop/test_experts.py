@@ -12,7 +12,7 @@ from conftest import launching
 from launched import REWARDED, START_SECONDS, assert_whole, replayed
 from random_model import write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_model
 
-from goaly.durable.run_log import LOG_FOLDER, records
+from goaly.journal.run_log import LOG_FOLDER, records
 from goaly.trajectory import Group
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]

@@ -19,9 +19,9 @@ from server_process import ServerProcess
 from apps.eval.config import EvalConfig, RemoteSettings
 from apps.eval.main import evaluation
 from goaly.agents.settings import AgentSettings
-from goaly.errors import ConfigError
-from goaly.evaluation.settings import EvaluationSettings
+from goaly.base.errors import ConfigError
 from goaly.reward.settings import RewardSettings
+from goaly.rollout.evaluation import EvaluationSettings
 from goaly.run.offered_store import STORE_FILE
 from goaly.run.serve_config import ServeConfig
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from apps.sft.config import SftConfig
 from apps.sft.folder import MARK, SftFolder
 from apps.sft.main import main
-from goaly.config import Loaded
-from goaly.errors import ConfigError
+from goaly.base.config import Loaded
+from goaly.base.errors import ConfigError
+from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.models.tiny import TinyModel
 from goaly.prompts.settings import ArithmeticSettings, SupervisedSettings
 from goaly.run.process_agent import lasting_port
-from goaly.telemetry.settings import TelemetrySettings
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 
 TINY = TinyModel(dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, hidden_dim=32, max_context=128)

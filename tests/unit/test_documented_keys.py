@@ -12,8 +12,8 @@ import pytest
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.config.schema import keys
-from goaly.run.config import RunConfig
+from goaly.base.config.schema import keys
+from goaly.plan.config import RunConfig
 from goaly.run.serve_config import ServeConfig
 
 pytestmark = pytest.mark.documents

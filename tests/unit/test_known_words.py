@@ -9,11 +9,11 @@ import pytest
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.config.schema import hints
-from goaly.config.settings import Settings
+from goaly.base.config.schema import hints
+from goaly.base.config.settings import Settings
 from goaly.losses.settings import LossSettings, Rejection
+from goaly.plan.config import RunConfig
 from goaly.reward.settings import AdvantageSettings
-from goaly.run.config import RunConfig
 from goaly.run.serve_config import ServeConfig
 
 

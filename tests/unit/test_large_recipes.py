@@ -11,18 +11,18 @@ import pyarrow.parquet
 import pytest
 from test_run_config import CONFIGS
 
-from goaly.config import exit_code, load, to_yaml
-from goaly.errors import ConfigError
-from goaly.evaluation.sets import ProblemSets
+from goaly.base.config import exit_code, load, to_yaml
+from goaly.base.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.models.architecture import architecture, read_config
 from goaly.models.published import MODELS, shape_of
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe
 from goaly.prompts.mixture import prompt_mixture
+from goaly.rollout.evaluation_sets import ProblemSets
 from goaly.run import tiny
-from goaly.run.config import RunConfig
 
 pytestmark = pytest.mark.slow
 

@@ -13,16 +13,16 @@ import apps.grpo.main
 import apps.ppo.main
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.config import load, to_yaml
+from goaly.base.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe
 from goaly.plan.memory import memory_by_role
+from goaly.plan.placement import processes
 from goaly.reward.advantages import ESTIMATORS
-from goaly.run.config import RunConfig
-from goaly.run.placement import processes
 from goaly.run.serve_config import ServeConfig
 
 FOLDERS = ("grpo", "ppo", "recipes")
@@ -71,7 +71,7 @@ def test_the_embedded_default_is_plain_grpo(tiny_model_folder: Path):
 
 
 def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tiny_model_folder: Path):
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     def problems(*overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as error:
@@ -93,7 +93,7 @@ def test_a_critic_and_advantages_over_its_values_come_together_or_not_at_all(tin
 
 
 def test_a_reference_is_refreshed_only_where_there_is_one_and_from_the_policy_alone(tiny_model_folder: Path):
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     file = CONFIGS / "grpo" / "tiny.yaml"
     with_reference = ("loss.kl_coef=0.1", "reference.refresh_every=3")
@@ -158,7 +158,7 @@ def test_the_plan_counts_the_policies_with_which_a_bitwise_trainer_compares_olde
 
 
 def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     file = CONFIGS / "grpo" / "tiny.yaml"
     assert run_config(file, tiny_model_folder, "trainer.minibatches=8").trainer.minibatches == 8
@@ -178,7 +178,7 @@ def test_a_batch_has_no_more_parts_than_groups(tiny_model_folder: Path):
     ],
 )
 def test_a_script_refuses_a_config_that_is_not_for_it(app: ModuleType, config: str, said: str, tiny_model_folder: Path):
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     loaded = load(
         RunConfig, [f"--config={CONFIGS / config}", f"model.path={tiny_model_folder}"], prog="test", description=""
@@ -201,7 +201,7 @@ def test_the_plan_of_a_run_with_a_critic_says_where_it_goes(tiny_model_folder: P
 
 
 def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Path):
-    from goaly.errors import ConfigError
+    from goaly.base.errors import ConfigError
 
     with pytest.raises(ConfigError) as error:
         run_config(CONFIGS / "recipes" / "dapo.yaml", tiny_model_folder, "loss.name=sapo", "advantages.name=groop")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from goaly.durable.checkpoint import Checkpoints
-from goaly.durable.records import Resumed, Snapshot
-from goaly.durable.run_log import RunLog, delete_before
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
+from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.records import Resumed, Snapshot
+from goaly.journal.run_log import RunLog, delete_before
 from goaly.replay import Asked, start_of
 
 

@@ -10,18 +10,18 @@ from random_model import write_random_deepseek, write_random_dots, write_random_
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.config import load
-from goaly.config.settings import Section
-from goaly.errors import ConfigError
+from goaly.base.config import load
+from goaly.base.config.settings import Section
+from goaly.base.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.spec import model_spec
 from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.plan.config import RunConfig
+from goaly.plan.placement import IMPORTS, processes
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import EndpointSettings, RolloutSettings
-from goaly.run.config import RunConfig
 from goaly.run.fork_server import FORKED
-from goaly.run.placement import IMPORTS, processes
 from goaly.run.serve_config import ServeConfig
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 
@@ -328,7 +328,7 @@ def test_an_imagined_cluster_decides_what_its_devices_can_do_and_not_this_machin
     change, must, more, fits, refuses, here, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: here == "cuda")
-    for module in ("goaly.run.config", "goaly.generate.settings"):
+    for module in ("goaly.plan.config", "goaly.generate.settings"):
         monkeypatch.setattr(f"{module}.vllm_device", lambda: here)
     more = [*more, "hosts.bind={}", "generator.on_update=recompute"]
     assert run_config(GRPO, tiny_model_folder, *more, change, fits)
@@ -426,7 +426,7 @@ def test_a_reference_and_a_critic_of_more_ranks_than_can_be_bitwise_are_told_too
 def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("goaly.run.config.vllm_device", lambda: "cuda")
+    monkeypatch.setattr("goaly.plan.config.vllm_device", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     bitwise = GRPO, tiny_model_folder, "model.numerics=bitwise", "generator.on_update=recompute"
     assert run_config(*bitwise, "trainer.fsdp=2", "generator.replicas=2")

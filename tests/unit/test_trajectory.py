@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from goaly.durable.records import decode, encode
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
+from goaly.journal.records import decode, encode
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, check_tokens, pack_rows, token_data
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from goaly.process import give_up
+from goaly.base.process import give_up
 
 IDLE_SECONDS = 600
 """A client's connection stays open for so long between two requests. A tool that takes longer makes its next request

@@ -10,7 +10,7 @@ from typing import Any
 from goaly.agents.answers import AnswerParser
 from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.turn import RecordedTurn
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.tokenizer import beside

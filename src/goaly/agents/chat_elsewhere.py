@@ -11,7 +11,7 @@ import torch
 
 from goaly.agents.conversation import Conversation
 from goaly.agents.forwarder import parameters
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.rollout.policy import sampling_of

@@ -13,8 +13,8 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
-from goaly.errors import ConfigError
-from goaly.liveness import is_own_user
+from goaly.base.errors import ConfigError
+from goaly.base.liveness import is_own_user
 from goaly.rollout.settings import EndpointSettings
 
 BACKLOG = 1024

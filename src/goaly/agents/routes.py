@@ -35,7 +35,7 @@ from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, as_refusal, error_res
 from goaly.agents.served import EXCHANGE
 from goaly.agents.serving import MODEL, Serving
 from goaly.agents.session import SessionExhausted
-from goaly.errors import GoalyError
+from goaly.base.errors import GoalyError
 
 logger = logging.getLogger(__name__)
 

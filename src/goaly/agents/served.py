@@ -25,7 +25,7 @@ from goaly.agents.answers import AnswerParser, ToolChoice
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.turn import Continuation, RecordedTurn
-from goaly.errors import first_error
+from goaly.base.errors import first_error
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message

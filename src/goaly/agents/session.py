@@ -25,7 +25,7 @@ from goaly.agents.bridge import bridge, left_out
 from goaly.agents.conversation import PLAIN, Conversation
 from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer, Room
 from goaly.rollout.policy import Completion, ContextFull

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from goaly.config.settings import Section, Settings
-from goaly.dotted_path import function_at
+from goaly.base.config.settings import Section, Settings
+from goaly.base.dotted_path import function_at
 from goaly.prompts.settings import ChatSettings
 
 

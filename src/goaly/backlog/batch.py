@@ -15,7 +15,7 @@ from torch import Tensor
 from goaly.backlog.events import Annotated
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
 from goaly.reward.estimate import estimate

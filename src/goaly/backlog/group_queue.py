@@ -37,7 +37,7 @@ from goaly.backlog.ledger import Dropped, Ledger, State
 from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import QueueWaits, Wait
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
 from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, PackedRows

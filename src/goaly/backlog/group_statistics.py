@@ -13,7 +13,7 @@ from typing import Any
 
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
 from goaly.trajectory import Group

@@ -7,7 +7,7 @@ minibatches, each group is in one of them, and none is empty.
 
 from collections.abc import Sequence
 
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.trajectory import Row
 
 

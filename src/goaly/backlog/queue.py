@@ -24,15 +24,15 @@ from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import Actor
 from torch import Tensor
 
-from goaly.actors import concurrent_endpoint
 from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import Wait
-from goaly.durable.records import Drawn, Published, Record, Resumed
-from goaly.durable.run_log import Recovered, RunLog, RunState, recover, trained_batches
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.telemetry import spans
+from goaly.journal.records import Drawn, Published, Record, Resumed
+from goaly.journal.run_log import Recovered, RunLog, RunState, recover, trained_batches
 from goaly.reward.settings import AdvantageSettings
-from goaly.telemetry import spans
 from goaly.trajectory import PackedRows
 
 P = ParamSpec("P")

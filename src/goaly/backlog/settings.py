@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from goaly.config.settings import AtLeastOne, NonNegativeInt, PositiveInt, Section, Settings
+from goaly.base.config.settings import AtLeastOne, NonNegativeInt, PositiveInt, Section, Settings
 
 
 class BacklogSettings(Settings):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from goaly.telemetry import spans
+from goaly.base.telemetry import spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

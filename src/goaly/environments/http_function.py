@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from goaly.bounded_json import MOST_CHARACTERS
+from goaly.base.bounded_json import MOST_CHARACTERS
 from goaly.environments.process import Elsewhere, Server, ServerProcess
 from goaly.environments.protocol import (
     SHOWN,

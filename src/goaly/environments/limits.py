@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from goaly.base.telemetry.counts import count
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,
@@ -21,7 +22,6 @@ from goaly.environments.protocol import (
     StepResult,
     Unsent,
 )
-from goaly.telemetry.counts import count
 
 T = TypeVar("T")
 

@@ -20,12 +20,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
-from goaly.bounded_json import bounded_json
+from goaly.base.bounded_json import bounded_json
+from goaly.base.errors import first_error
+from goaly.base.telemetry.counts import count
 from goaly.environments.process import Command, Elsewhere, ServerProcess
 from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentDied, EnvironmentTimeout
-from goaly.errors import first_error
 from goaly.prompts.prompt import Message
-from goaly.telemetry.counts import count
 
 RESULT_CHARACTERS = 1_000_000
 """Some 250,000 tokens of text."""

@@ -12,7 +12,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from goaly.bounded_json import MOST_CHARACTERS
+from goaly.base.bounded_json import MOST_CHARACTERS
 from goaly.environments.process import Elsewhere, Server, ServerProcess
 from goaly.environments.protocol import (
     SHOWN,

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
-from goaly.errors import cause_of
-from goaly.telemetry.counts import count
+from goaly.base.errors import cause_of
+from goaly.base.telemetry.counts import count
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from goaly.base.folder import open_lines
 from goaly.environments import guardian
 from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
-from goaly.folder import open_lines
 
 T = TypeVar("T")
 

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Channel, Port, PortReceiver
 
-from goaly.errors import ReplicaLost, root_cause
+from goaly.base.errors import ReplicaLost, root_cause
+from goaly.base.liveness import ProcessMark, this_process
+from goaly.base.process import vital_task
 from goaly.generate.line import Line, Listener
 from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.generate.streamed_answer import AnswerPart, OnPart
-from goaly.liveness import ProcessMark, this_process
-from goaly.process import vital_task
 
 if TYPE_CHECKING:
     from goaly.generate.generator import Generator

@@ -99,7 +99,7 @@ def split_dim(model: torch.nn.Module, name: str) -> int | None:
 
 def _divide_experts(config: Any, ranks: int, rank: int, numerics: Numerics) -> None:
     if numerics == "bitwise":
-        from goaly.models.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
+        from goaly.numerics.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
     else:
         from goaly.models.experts import OwnExpertsDispatcher as OwnExperts
     for layer in config.layers:

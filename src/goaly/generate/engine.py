@@ -35,8 +35,8 @@ from vllm.inputs import tokens_input
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
-from goaly.errors import ConfigError
-from goaly.generate.cpu_sampling import adapt_sampling
+from goaly.base.errors import ConfigError
+from goaly.base.process import frozen
 from goaly.generate.engine_arguments import engine_arguments
 from goaly.generate.expert_choices import ChoiceRecorder
 from goaly.generate.grammars import ENDED, Grammars, refused
@@ -60,7 +60,7 @@ from goaly.models.local_device import keep_pinned_sizes
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
-from goaly.process import frozen
+from goaly.numerics.cpu_sampling import adapt_sampling
 from goaly.prompts.settings import ChatSettings
 from goaly.weights.naming import Naming
 
@@ -160,7 +160,7 @@ class Engine:
         else:
             keep_pinned_sizes()
             if model.numerics == "bitwise":
-                from goaly.generate.bitwise_backend import use_exact_logprobs
+                from goaly.numerics.bitwise_backend import use_exact_logprobs
 
                 use_exact_logprobs(runner.sampler)
         self._supported_tasks = self._vllm.get_supported_tasks()

@@ -7,7 +7,7 @@ import torch
 from vllm import EngineArgs
 from vllm.config import StructuredOutputsConfig
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.generate.expert_choices import RECORDS_CHOICES
 from goaly.generate.grammars import BACKEND
 from goaly.generate.settings import CPU_BLOCK_TOKENS, NO_ADAPTERS, GeneratorSettings

@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
+from goaly.base.process import give_up
+from goaly.base.watchdog import Work
 from goaly.generate.request import (
     Finish,
     GeneratorStats,
@@ -41,8 +43,6 @@ from goaly.generate.request import (
 )
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart, OnPart
-from goaly.process import give_up
-from goaly.watchdog import Work
 from goaly.weights.digest import gathered
 
 if TYPE_CHECKING:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor
 
-from goaly.actors import concurrent_endpoint
-from goaly.errors import ReplicaLost
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.errors import ReplicaLost
+from goaly.base.process import vital_task
+from goaly.base.telemetry import spans
 from goaly.generate.clients import Clients, Quarantine
 from goaly.generate.connection import Isolate, Leave, Results, Submit, ToReplica, Ways, Withdraw, client_of, own_name
 from goaly.generate.engine_loop import EngineLoop, RankLink
@@ -29,9 +31,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.process import vital_task
 from goaly.prompts.settings import ChatSettings
-from goaly.telemetry import spans
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:

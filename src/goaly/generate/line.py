@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import cloudpickle
 
-from goaly.liveness import is_own_user
-from goaly.process import give_up
+from goaly.base.liveness import is_own_user
+from goaly.base.process import give_up
 
 LENGTH = struct.Struct("<Q")
 

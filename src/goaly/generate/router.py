@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from goaly.errors import PoisonRequest, ReplicaLost
+from goaly.base.errors import PoisonRequest, ReplicaLost
+from goaly.base.process import give_up
 from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS, Connection
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.streamed_answer import OnPart, StreamedAnswer
-from goaly.process import give_up
 
 if TYPE_CHECKING:
     from goaly.generate.generator import Generator

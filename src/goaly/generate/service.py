@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from goaly.actors import SupervisionError
-from goaly.errors import RunFailed, cause_of, root_cause
+from goaly.base.actors import SupervisionError
+from goaly.base.errors import RunFailed, cause_of, root_cause
 from goaly.generate.generator import Generator
 from goaly.generate.request import GeneratorStats
 from goaly.weights.store import WeightStore

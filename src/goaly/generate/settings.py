@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings, Share
+from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings, Share
 from goaly.models.settings import division_problems
 
 if TYPE_CHECKING:

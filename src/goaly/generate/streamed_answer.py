@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from goaly.errors import AnswerBroken
+from goaly.base.errors import AnswerBroken
 from goaly.generate.request import Sample, Sampling, seed_of
 
 

@@ -6,7 +6,7 @@ Engines make no named shared memory or semaphore, so a killed run leaks none.
 import multiprocessing
 from typing import Any
 
-from goaly.generate.cpu_ranks import CpuRanks
+from goaly.numerics.cpu_ranks import CpuRanks
 
 
 def unname_semaphores() -> None:

@@ -31,7 +31,6 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 
-from goaly.generate import cpu_kernels
 from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
@@ -41,6 +40,7 @@ from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.models.spec import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.varlen_attention import widened
+from goaly.numerics import cpu_kernels
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -138,7 +138,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._row_multiple: Callable[[], int] | None = None
         if self.numerics == "bitwise" and device.type == "cpu":
-            from goaly.models.bitwise import row_multiple
+            from goaly.numerics.bitwise import row_multiple
 
             self._row_multiple = row_multiple
         self.model, self._dims = divided_on_meta(
@@ -254,7 +254,7 @@ class BitwiseForCausalLM(TorchtitanForCausalLM):
 
 
 def _bitwise_backend() -> Any:
-    from goaly.generate.bitwise_backend import CpuBackend, GpuBackend
+    from goaly.numerics.bitwise_backend import CpuBackend, GpuBackend
 
     return CpuBackend if get_current_vllm_config().device_config.device_type == "cpu" else GpuBackend
 

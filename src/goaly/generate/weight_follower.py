@@ -20,8 +20,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from goaly.actors import SupervisionError, unless
-from goaly.errors import WritersGone
+from goaly.base.actors import SupervisionError, unless
+from goaly.base.errors import WritersGone
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.weights.versions import Lease
 

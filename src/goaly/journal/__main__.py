@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from goaly.errors import ConfigError, GoalyError
+from goaly.base.errors import ConfigError, GoalyError
 
 if TYPE_CHECKING:
     from goaly.journal.episodes import LoggedEpisode, ReadEpisode, Reading
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from goaly.process import exit_quickly
+    from goaly.base.process import exit_quickly
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

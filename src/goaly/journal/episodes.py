@@ -21,11 +21,11 @@ from goaly.backlog.events import Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import NO_SIGNAL
 from goaly.backlog.ledger import Dropped, State
-from goaly.durable.log import segment_starts
-from goaly.durable.records import Drawn, Snapshot
-from goaly.durable.run_log import RunState, first_version, records
-from goaly.errors import CorruptLog
+from goaly.base.errors import CorruptLog
+from goaly.journal.log import segment_starts
+from goaly.journal.records import Drawn, Snapshot
 from goaly.journal.run_folder import RunFolder
+from goaly.journal.run_log import RunState, first_version, records
 from goaly.journal.tree import turns_of
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from goaly.durable.records import Drawn, Snapshot
-from goaly.durable.run_log import first_version, records
+from goaly.journal.records import Drawn, Snapshot
 from goaly.journal.run_folder import RunFolder
+from goaly.journal.run_log import first_version, records
 from goaly.prompts.prompt import Prompt
 from goaly.trajectory import Group, Trajectory
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from goaly.agents.session_files import SESSIONS_FOLDER
 from goaly.backlog.settings import BacklogSettings
-from goaly.config import RUN_CONFIG
-from goaly.config.check import check
-from goaly.durable.run_log import LOG_FOLDER
-from goaly.errors import ConfigError
+from goaly.base.config import RUN_CONFIG
+from goaly.base.config.check import check
+from goaly.base.errors import ConfigError
+from goaly.journal.run_log import LOG_FOLDER
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.failed_episodes import FAILED_FOLDER

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import divergence, k3
 from goaly.losses.policy import LOSSES, Aggregation, traits

@@ -11,10 +11,10 @@ from typing import Literal
 
 import torch
 
-from goaly.config.settings import AtLeastOne, NonNegativeFloat, PositiveFloat, Share
+from goaly.base.config.settings import AtLeastOne, NonNegativeFloat, PositiveFloat, Share
+from goaly.base.registry import Registry
 from goaly.losses.kl import BinaryDivergence, binary_divergence
 from goaly.losses.tokens import LossOutput, Tokens
-from goaly.registry import Registry
 
 PolicyLoss = Callable[..., torch.Tensor | LossOutput]
 """A function of `Tokens`; its keyword-only parameters are its options."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
-from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 Importance = Literal["token", "sequence", "geometric"]
 Proximal = Literal["sampler", "trainer", "interpolated"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.losses.objective import Contribution
 from goaly.losses.tokens import Columns
 

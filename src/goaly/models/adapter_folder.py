@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.architecture import LAYER
 from goaly.models.hf import Tensors, gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import BASE, A, B, merged

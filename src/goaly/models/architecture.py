@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.decoder import Decoder
 from goaly.models.settings import no_model

@@ -26,11 +26,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from goaly.errors import ConfigError
-from goaly.folder import put_in_place
+from goaly.base.errors import ConfigError
+from goaly.base.folder import put_in_place
+from goaly.base.tensor_file import MAX_FILE_BYTES
 from goaly.models.architecture import read_config
 from goaly.models.lora import is_adapter, merged
-from goaly.tensor_file import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 
 
 def local_device() -> torch.device:

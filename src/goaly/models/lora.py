@@ -32,11 +32,11 @@ from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
-from goaly.errors import WeightsError
-from goaly.models.cpu_layers import lean_linear
+from goaly.base.errors import WeightsError
 from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
+from goaly.numerics.cpu_layers import lean_linear
 from goaly.weights.digest import Digest
 from goaly.weights.sharding import copy_whole
 

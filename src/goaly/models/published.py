@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.architecture import Architecture, architecture, read_config
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from goaly.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 if TYPE_CHECKING:
     from goaly.models.architecture import Architecture

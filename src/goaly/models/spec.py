@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.local_device import local_device
@@ -85,7 +85,7 @@ def spec_of(
 
         add_adapters(decoder, lora)
     if numerics == "bitwise":
-        from goaly.models.bitwise_decoder import make_bitwise
+        from goaly.numerics.bitwise_decoder import make_bitwise
 
         make_bitwise(decoder)
     return ModelSpec(
@@ -140,7 +140,7 @@ def bitwise_problems(shape: Architecture, lora: LoraSettings | None = None) -> I
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":
     if numerics == "bitwise":
-        from goaly.models.bitwise_attention import BitwiseAttention
+        from goaly.numerics.bitwise_attention import BitwiseAttention
 
         return BitwiseAttention.Config()
     from goaly.models.attention import inner_attention
@@ -191,7 +191,7 @@ def _llama3(shape: Architecture) -> _Family:
 def _layers(device: str) -> tuple[Any, Any]:
     """The classes of the norm and of Qwen3's rotary embedding: torchtitan's, on a CPU with faster gradients."""
     if device == "cpu":
-        from goaly.models.cpu_layers import LeanRMSNorm, LeanRoPE
+        from goaly.numerics.cpu_layers import LeanRMSNorm, LeanRoPE
 
         return LeanRMSNorm, LeanRoPE
     from torchtitan.models.common import CosSinRoPE, RMSNorm

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, MultipleOf
 
-from goaly.config.settings import NonNegativeInt, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeInt, PositiveInt, Section, Settings
 from goaly.models.settings import EXPERT_MULTIPLE
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.architecture import Architecture
 from goaly.weights.layout import Extent, Part
 from goaly.weights.naming import Naming, Parts, same

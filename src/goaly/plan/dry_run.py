@@ -7,17 +7,17 @@ those that train; a run that starts checks only what its ranks hold all the time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from goaly.config import to_yaml
-from goaly.config.settings import Section
-from goaly.errors import ConfigError
+from goaly.base.config import to_yaml
+from goaly.base.config.settings import Section
+from goaly.base.errors import ConfigError
 from goaly.models.published import shape_of
 from goaly.models.settings import folder_problems
 from goaly.plan import host_memory
+from goaly.plan.cluster import Cluster, imagined, one_host, this_machine
+from goaly.plan.config import RunConfig
 from goaly.plan.memory import RankMemory, cached_tokens, memory_by_role
+from goaly.plan.placement import Placed, place, processes
 from goaly.plan.spare import Spare, spare_of, what_would_fit, with_spare
-from goaly.run.cluster import Cluster, imagined, one_host, this_machine
-from goaly.run.config import RunConfig
-from goaly.run.placement import Placed, place, processes
 from goaly.weights.settings import HEADROOM
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from goaly.errors import portable
+from goaly.base.errors import portable
 from goaly.weights.sharding import shards_of
 
-MODULES = ["goaly.train.engine", "goaly.models.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
+MODULES = ["goaly.train.engine", "goaly.numerics.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
 """The imports of fake ranks, which one process does for all."""
 
 KIB = 1024

@@ -11,12 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from goaly.base.tensor_file import MAX_FILE_BYTES
 from goaly.models.published import shape_of
+from goaly.plan.cluster import Cluster
+from goaly.plan.config import RunConfig
 from goaly.plan.memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes
-from goaly.run.cluster import Cluster
-from goaly.run.config import RunConfig
-from goaly.run.placement import Place, Placed, processes
-from goaly.tensor_file import MAX_FILE_BYTES
+from goaly.plan.placement import Place, Placed, processes
 from goaly.weights.settings import IN_FLIGHT
 
 SHOWN = 4

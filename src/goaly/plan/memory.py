@@ -15,10 +15,10 @@ import torch
 from goaly.models.architecture import Architecture
 from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings
+from goaly.plan.config import RunConfig
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.replica import replica_memory
 from goaly.plan.trace import PassMemory, trace
-from goaly.run.config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import LATER, REQUIRED
 

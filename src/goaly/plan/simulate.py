@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.published import MODELS
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of

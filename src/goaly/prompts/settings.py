@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, MinLen
 
-from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings, Share, ShareBelowOne
+from goaly.base.config.settings import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Settings,
+    Share,
+    ShareBelowOne,
+)
 
 FILE_KINDS = (".jsonl", ".parquet")
 ARITHMETIC = "arithmetic"

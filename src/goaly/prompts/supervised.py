@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torchdata.nodes import BaseNode
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.prompts.blocks import Block, Location, ShuffledFiles, blocks_of, fingerprint_of, read_block
 from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_tools

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.template import ChatTemplate, read_json

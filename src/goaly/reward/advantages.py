@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from goaly.config.settings import NonNegativeFloat, Share
-from goaly.registry import Registry
+from goaly.base.config.settings import NonNegativeFloat, Share
+from goaly.base.registry import Registry
 from goaly.trajectory import Trajectory
 
 

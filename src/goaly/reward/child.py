@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from goaly.dotted_path import function_at
+from goaly.base.dotted_path import function_at
 from goaly.reward.frames import Refused, encode_message, read_message
 
 _PR_SET_PDEATHSIG = 1

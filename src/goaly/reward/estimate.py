@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from goaly.base.watchdog import Work
 from goaly.losses import kl
 from goaly.reward.advantages import ESTIMATORS, Estimate, Scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings
 from goaly.trajectory import FORM_WEIGHTS, Group
-from goaly.watchdog import Work
 
 
 def estimate(

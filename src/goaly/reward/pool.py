@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from monarch.actor import Actor
 
-from goaly.actors import NamedTasks, concurrent_endpoint
+from goaly.base.actors import NamedTasks, concurrent_endpoint
 from goaly.prompts.prompt import Prompt
 from goaly.reward.failures import RewardStats
 from goaly.reward.settings import RewardSettings

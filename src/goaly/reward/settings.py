@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Any, Literal
 
-from goaly.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
 
 
 class JudgeSettings(Settings):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from goaly.errors import GoalyError
+from goaly.base.errors import GoalyError
 from goaly.prompts.prompt import Prompt
 from goaly.reward.frames import HEADER_BYTES, Refused, body_length, decode_message, encode_message
 

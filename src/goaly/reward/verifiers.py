@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from goaly.process import vital_task
+from goaly.base.process import vital_task
 from goaly.prompts.prompt import Prompt
 from goaly.reward.failures import Failures, RewardStats
 from goaly.reward.frames import Refused

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.policy import Completion, Policy

@@ -25,8 +25,10 @@ from goaly.agents.session import Session, SessionEnd, SessionLimits
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.base.errors import EpisodeError, cause_of, first_error
+from goaly.base.telemetry.counts import count
+from goaly.base.telemetry.spans import span
 from goaly.environments.protocol import ActionRefused, EnvironmentFailed
-from goaly.errors import EpisodeError, cause_of, first_error
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import PASS_REWARD, Prompt
@@ -46,8 +48,6 @@ from goaly.rollout.running import (
     within,
 )
 from goaly.rollout.settings import RolloutSettings
-from goaly.telemetry.counts import count
-from goaly.telemetry.spans import span
 from goaly.trajectory import Group, Trajectory, episode_reward
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
+from goaly.base.telemetry.spans import span
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.generate.settings import SamplingSettings
 from goaly.generate.streamed_answer import OnPart
-from goaly.telemetry.spans import span
 
 
 class ContextFull(EpisodeError):
@@ -266,7 +266,7 @@ def sampling_of(changes: dict[str, Any]) -> Sampling:
 
 def _refuse_impossible_values(wanted: Sampling) -> None:
     """Raise ImpossibleSampling for values that the section `sampling` refuses; vLLM silently changes some of them."""
-    from goaly.config.check import check  # imports pydantic
+    from goaly.base.config.check import check  # imports pydantic
 
     shown = repr(wanted)
     if shown in _POSSIBLE:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from goaly.agents.session import Session, SessionEnd
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
+from goaly.base.telemetry.counts import counting
 from goaly.reward.failures import Unscored
 from goaly.rollout.policy import Policy
-from goaly.telemetry.counts import counting
 
 logger = logging.getLogger(__name__)
 

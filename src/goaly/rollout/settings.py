@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from goaly.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
 LAST_PORT = 65535
 

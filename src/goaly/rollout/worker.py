@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from monarch.actor import Actor
 
-from goaly.actors import NamedTasks, answer_of, concurrent_endpoint
 from goaly.agents.answers import AnswerParser
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
-from goaly.dotted_path import function_at
-from goaly.errors import EpisodeError
+from goaly.base.actors import NamedTasks, answer_of, concurrent_endpoint
+from goaly.base.dotted_path import function_at
+from goaly.base.errors import EpisodeError
+from goaly.base.telemetry import spans
+from goaly.base.watchdog import LoopWatchdog
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import SamplingSettings
@@ -41,9 +43,7 @@ from goaly.rollout.failed_episodes import FAILED_FOLDER, FailedEpisodes
 from goaly.rollout.group import GroupRunner, GroupSummary
 from goaly.rollout.running import GroupProgress
 from goaly.rollout.settings import RolloutSettings
-from goaly.telemetry import spans
 from goaly.trajectory import Group
-from goaly.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue

@@ -5,15 +5,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.actors import ask
 from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.queue import TrajectoryQueue
-from goaly.durable.records import Drawn, Published
-from goaly.durable.run_log import Recovered
-from goaly.errors import RunFailed
+from goaly.base.actors import ask
+from goaly.base.errors import RunFailed
+from goaly.journal.records import Drawn, Published
+from goaly.journal.run_log import Recovered
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.roles import Hub
 from goaly.run.waiting import reporting

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from goaly.durable.checkpoint import Checkpoints
-from goaly.durable.settings import CheckpointSettings
-from goaly.errors import CorruptLog, RunFailed, os_error
+from goaly.base.errors import CorruptLog, RunFailed, os_error
+from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.settings import CheckpointSettings
 from goaly.run.replaceable import Lost
 
 logger = logging.getLogger(__name__)

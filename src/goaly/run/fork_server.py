@@ -41,19 +41,19 @@ TRAINED = (
     "goaly.train.engine",
     "goaly.train.optimizer",
     "goaly.train.parallel",
-    "goaly.models.bitwise_decoder",
+    "goaly.numerics.bitwise_decoder",
     "goaly.models.hf",
 )
 ROLLOUT = ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer")
 FORKED = {
-    "hub": ("goaly.backlog.group_queue", "goaly.durable.run_log"),
+    "hub": ("goaly.backlog.group_queue", "goaly.journal.run_log"),
     "trainer": (*TRAINED, "goaly.losses.objective"),
     "reference": TRAINED,
     "critic": (*TRAINED, "goaly.train.critic_engine"),
     "generator": (
         "goaly.generate.engine",
         "goaly.generate.vllm_model",
-        "goaly.generate.cpu_start",
+        "goaly.numerics.cpu_start",
         "vllm.v1.worker.cpu_worker",
     ),
     "rollout": ROLLOUT,
@@ -69,7 +69,7 @@ class ForkServer:
     def __init__(self, threads: int, log: "Path"):
         import subprocess  # the launcher does without these
 
-        from goaly.folder import open_lines
+        from goaly.base.folder import open_lines
 
         self.name = f"goaly-{os.urandom(8).hex()}"
         output = os.fdopen(open_lines(log, cut=False), "ab")
@@ -179,7 +179,7 @@ def _set_stop_signals(action: signal.Handlers) -> None:
 
 def serve(listener: socket.socket) -> None:
     """Be a fork server until standard input ends."""
-    from goaly.process import show_as
+    from goaly.base.process import show_as
     from goaly.reward.child import die_with
 
     _set_stop_signals(signal.SIG_IGN)
@@ -226,7 +226,7 @@ def serve(listener: socket.socket) -> None:
 
 def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A launcher's request and its streams; None if this server cannot fork for it."""
-    from goaly.liveness import is_own_user
+    from goaly.base.liveness import is_own_user
 
     launcher.settimeout(REQUEST_SECONDS)
     try:
@@ -239,7 +239,7 @@ def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def _import(modules: Sequence[str]) -> None:
-    from goaly.process import give_up, import_ahead
+    from goaly.base.process import give_up, import_ahead
 
     import_ahead(modules)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -251,7 +251,7 @@ def _run(server: int, launcher: socket.socket, request: dict[str, Any], streams:
     import runpy
     import traceback
 
-    from goaly.process import exit_quickly
+    from goaly.base.process import exit_quickly
     from goaly.reward.child import die_with
 
     die_with(server)

@@ -25,16 +25,16 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
-from goaly.dotted_path import function_at
-from goaly.errors import ConfigError, RunFailed
-from goaly.folder import open_lines
-from goaly.run.cluster import POOL, Cluster, Host, one_host, this_machine
+from goaly.base.dotted_path import function_at
+from goaly.base.errors import ConfigError, RunFailed
+from goaly.base.folder import open_lines
+from goaly.base.telemetry.logs import log_file, process_name
+from goaly.plan.cluster import POOL, Cluster, Host, one_host, this_machine
+from goaly.plan.host_settings import ROLES, HostSettings
+from goaly.plan.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.fork_server import FORKED, SHARED, ForkServer, fork_command
-from goaly.run.host_settings import ROLES, HostSettings
-from goaly.run.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.process_agent import ProcessAgent
 from goaly.run.watch import START_SECONDS, MeshWatch
-from goaly.telemetry.logs import log_file, process_name
 
 monarch_config.prefix_python_logs_with_actor = False  # do not name an actor in each line of the controller's log
 
@@ -217,7 +217,7 @@ def _bootstrap(
 
     def bootstrap() -> None:
         sys.path.extend(path for path in module_path if path not in sys.path)  # includes the folder of a user's script
-        from goaly.process import outlive_stop_signals
+        from goaly.base.process import outlive_stop_signals
 
         os.setpgid(0, 0)  # run-8
         outlive_stop_signals()
@@ -231,9 +231,9 @@ def _bootstrap(
             for thread in os.listdir("/proc/self/task"):  # Monarch's threads run already, and actors run in some
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), place.cores)
-        from goaly.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead, show_as
-        from goaly.telemetry import logs, spans
-        from goaly.watchdog import limit_work
+        from goaly.base.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead, show_as
+        from goaly.base.telemetry import logs, spans
+        from goaly.base.watchdog import limit_work
 
         process = logs.process_name(name, rank.rank, rank.extent.nelements)
         logs.quiet(logs.log_file(run_dir, process))

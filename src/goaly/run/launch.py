@@ -18,14 +18,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from goaly.config import RUN_CONFIG, Loaded, to_yaml
-from goaly.errors import ConfigError, ParityError, first_error, root_cause
-from goaly.folder import put_file, writing
-from goaly.process import become, import_ahead
+from goaly.base.config import RUN_CONFIG, Loaded, to_yaml
+from goaly.base.errors import ConfigError, ParityError, first_error, root_cause
+from goaly.base.folder import put_file, writing
+from goaly.base.process import become, import_ahead
+from goaly.base.telemetry import logs, spans
+from goaly.plan.config import RunConfig
 from goaly.reward.trial import trial
-from goaly.run.config import RunConfig
 from goaly.run.resume import lock
-from goaly.telemetry import logs, spans
 
 if TYPE_CHECKING:
     from goaly.rollout.episode import EpisodeFunction
@@ -112,7 +112,7 @@ async def _main(
     may_restart: bool,
 ) -> int:
     import_ahead(["goaly.run.start"])  # and with it Monarch and torch, which a dry run does not need
-    from goaly.actors import SupervisionError
+    from goaly.base.actors import SupervisionError
     from goaly.run.start import POLICY_FOLDER, started
 
     stop = _StopSignals(config.checkpoint.grace_seconds)

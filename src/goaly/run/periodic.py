@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from goaly.errors import RunFailed, first_error
-from goaly.evaluation.result import Evaluation
+from goaly.base.errors import RunFailed, first_error
+from goaly.rollout.evaluation_result import Evaluation
 
 
 class PeriodicEvaluation:

@@ -17,10 +17,10 @@ import os
 import shutil
 from pathlib import Path
 
-from goaly.errors import first_error
-from goaly.evaluation.result import Evaluation
-from goaly.folder import put_in_place, remove
-from goaly.run.config import SaveSettings
+from goaly.base.errors import first_error
+from goaly.base.folder import put_in_place, remove
+from goaly.plan.config import SaveSettings
+from goaly.rollout.evaluation_result import Evaluation
 from goaly.run.stages import TrainerStage
 
 logger = logging.getLogger(__name__)

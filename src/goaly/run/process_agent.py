@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
-from goaly.liveness import ProcessMark, this_host, this_process
+from goaly.base.liveness import ProcessMark, this_host, this_process
 
 if TYPE_CHECKING:
-    from goaly.run.cluster import Host
+    from goaly.plan.cluster import Host
 
 LOWEST_PORT = 10_000
 ENOUGH_PORTS = 1_000
@@ -37,7 +37,7 @@ class ProcessAgent(Actor):
     @endpoint
     def machine(self) -> "tuple[str, Host]":
         """A unique name of the machine, and its GPUs and cores."""
-        from goaly.run.cluster import this_machine
+        from goaly.plan.cluster import this_machine
 
         return this_host(), this_machine()
 

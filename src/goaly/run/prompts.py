@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from goaly.backlog.admission import Ticket
-from goaly.durable.records import Drawn
-from goaly.durable.run_log import Recovered
+from goaly.journal.records import Drawn
+from goaly.journal.run_log import Recovered
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.mixture import Mixture
 from goaly.prompts.prompt import Prompt

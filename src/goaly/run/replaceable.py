@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from goaly.actors import SupervisionError, unless
-from goaly.errors import GoalyError, RunFailed, root_cause
+from goaly.base.actors import SupervisionError, unless
+from goaly.base.errors import GoalyError, RunFailed, root_cause
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from goaly.config.schema import join, plain
-from goaly.errors import ConfigError
+from goaly.base.config.schema import join, plain
+from goaly.base.errors import ConfigError
 
 LOCK_FILE = "lock"
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from goaly.actors import spawn
 from goaly.backlog.queue import TrajectoryQueue
-from goaly.errors import RunFailed, root_cause
+from goaly.base.actors import spawn
+from goaly.base.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
+from goaly.plan.config import RunConfig
+from goaly.plan.placement import Placed, Processes
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool import RewardPool
 from goaly.rollout.worker import RolloutWorker
-from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
-from goaly.run.placement import Placed, Processes
 from goaly.run.process_agent import rendezvous
 from goaly.run.replaceable import Replaceable
 from goaly.train.critic import CriticModel

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.actors import ask
 from goaly.agents.session_files import forget_group
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED
-from goaly.errors import RunFailed, first_error, root_cause
+from goaly.base.actors import ask
+from goaly.base.errors import RunFailed, first_error, root_cause
 from goaly.generate.connection import POISON_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt

@@ -11,16 +11,19 @@ from typing import Any
 from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
-from goaly.errors import RunFailed
-from goaly.evaluation.result import EvalResult, Evaluation, warn_of_failures, warn_of_long_prompts
-from goaly.evaluation.sets import ProblemSets
+from goaly.base.errors import RunFailed
+from goaly.base.process import watch_callbacks
+from goaly.base.telemetry.lines import read_lines
+from goaly.base.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
+from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
-from goaly.process import watch_callbacks
+from goaly.plan.config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
+from goaly.rollout.evaluation_result import EvalResult, Evaluation, warn_of_failures, warn_of_long_prompts
+from goaly.rollout.evaluation_sets import ProblemSets
 from goaly.rollout.running import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints
-from goaly.run.config import RunConfig
 from goaly.run.periodic import PeriodicEvaluation
 from goaly.run.policies import SavedPolicies
 from goaly.run.prompts import RunPrompts
@@ -28,9 +31,6 @@ from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
 from goaly.run.stages import CriticStage, TrainerStage
-from goaly.telemetry.lines import read_lines
-from goaly.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
-from goaly.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from goaly.actors import spawn
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
-from goaly.errors import RunFailed, root_cause
+from goaly.base.actors import spawn
+from goaly.base.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.service import GeneratorService
+from goaly.plan.placement import Processes, place
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.run.hosts import Hosts
-from goaly.run.placement import Processes, place
 from goaly.run.process_agent import rendezvous
 from goaly.run.serve_config import ServeConfig
 from goaly.run.served_policy import ServedPolicy

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from goaly.agents.listeners import is_loopback
-from goaly.config.settings import Section, Settings
-from goaly.errors import ConfigError
+from goaly.base.config.settings import Section, Settings
+from goaly.base.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings, folder_problems
+from goaly.plan.host_settings import HostSettings
 from goaly.prompts.settings import ChatSettings
-from goaly.run.host_settings import HostSettings
 from goaly.run.served_policy import RunModel
 
 TOKENS = "GOALY_TOKENS"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from goaly.config import RUN_CONFIG
-from goaly.errors import ConfigError, RunFailed
+from goaly.base.config import RUN_CONFIG
+from goaly.base.errors import ConfigError, RunFailed
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings, ModelSettings, no_model
 from goaly.prompts.settings import ChatSettings
 from goaly.run.offered_store import StoreFile
@@ -37,7 +37,7 @@ class RunModel:
         """Those of the run in this folder; ConfigError if it has no config."""
         from omegaconf import OmegaConf
 
-        from goaly.config.check import check
+        from goaly.base.config.check import check
 
         if not (run_dir / RUN_CONFIG).is_file():
             raise ConfigError([f"run={run_dir}: has no {RUN_CONFIG}, must be the folder of a run"])

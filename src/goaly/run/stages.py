@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from goaly.actors import ask
 from goaly.backlog.batch import BatchHandle
-from goaly.durable.checkpoint import Checkpoint
-from goaly.durable.records import Published
-from goaly.errors import RunFailed
+from goaly.base.actors import ask
+from goaly.base.errors import RunFailed
+from goaly.journal.checkpoint import Checkpoint
+from goaly.journal.records import Published
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.waiting import FIRST_SECONDS, reporting
 from goaly.train.critic import CriticModel

@@ -21,24 +21,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from goaly.actors import ask
 from goaly.agents.listeners import Listeners
 from goaly.agents.session_files import SESSIONS_FOLDER, forget_sessions
-from goaly.config.schema import plain
-from goaly.durable.checkpoint import Checkpoints
-from goaly.durable.run_log import LOG_FOLDER, delete_before
-from goaly.folder import put_file, writing
+from goaly.base.actors import ask
+from goaly.base.config.schema import plain
+from goaly.base.folder import put_file, writing
+from goaly.base.telemetry import spans
+from goaly.base.telemetry.trace import merge
 from goaly.generate.service import GeneratorService
+from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.run_log import LOG_FOLDER, delete_before
+from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import placed, spare_on
+from goaly.plan.placement import Processes, processes
 from goaly.plan.spare import with_spare
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints, Stateful
-from goaly.run.config import RunConfig
 from goaly.run.hosts import Hosts
 from goaly.run.offered_store import offer, withdraw
-from goaly.run.placement import Processes, processes
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable, Restarts
 from goaly.run.roles import Hub, Roles, process_of, replaced_roles
@@ -46,8 +48,6 @@ from goaly.run.rollouts import RolloutStage
 from goaly.run.run import Run
 from goaly.run.stages import CriticStage, TrainerStage
 from goaly.run.waiting import run_all
-from goaly.telemetry import spans
-from goaly.telemetry.trace import merge
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
 

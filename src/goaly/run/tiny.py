@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.architecture import Architecture
 from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings

@@ -9,7 +9,7 @@ run on two cores a tenth of its speed.)
 
 A process that does not answer a heartbeat for `silent_seconds`, or does not
 start, is lost. On this host it is also killed. The controller counts silence in ticks of its own event loop: its own
-stall or stop counts as one tick. The report of a process that gave up has the reason that it logged (`goaly.process`).
+stall or stop counts as one tick. The report of a process that gave up has its reason (`goaly.base.process`).
 A process that is stopped before its first answer is lost after `silent_seconds`, if it is on this host and logs to its
 file. A slow start is not lost, because the process is not stopped.
 """
@@ -26,9 +26,9 @@ from typing import TypeVar
 
 from monarch.actor import ProcMesh
 
-from goaly.errors import cause_of, first_error
-from goaly.liveness import ExitWatch, ProcessMark, is_stopped, process_mark, this_host
-from goaly.process import FATAL
+from goaly.base.errors import cause_of, first_error
+from goaly.base.liveness import ExitWatch, ProcessMark, is_stopped, process_mark, this_host
+from goaly.base.process import FATAL
 from goaly.run.process_agent import ProcessAgent
 
 logger = logging.getLogger(__name__)

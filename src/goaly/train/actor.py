@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch.actor import Actor
 
-from goaly.actors import concurrent_endpoint
+from goaly.base.actors import concurrent_endpoint
 from goaly.train.rank import RankThread
 
 

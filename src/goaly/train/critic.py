@@ -9,9 +9,9 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from goaly.actors import concurrent_endpoint
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
-from goaly.telemetry import spans
 from goaly.train import resharding
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread

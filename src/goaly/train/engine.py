@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from goaly.errors import GoalyError
+from goaly.base.errors import GoalyError
 from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
 from goaly.models.settings import ModelSettings

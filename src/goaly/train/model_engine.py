@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from goaly.base.watchdog import progress
 from goaly.losses.objective import Contribution
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import versioned_tensors
@@ -38,7 +39,6 @@ from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
-from goaly.watchdog import progress
 from goaly.weights.sharding import local
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ModelEngine(ABC):
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self._row_multiple = settings.token_multiple
         if model.numerics == "bitwise":
-            from goaly.models.bitwise import row_multiple
+            from goaly.numerics.bitwise import row_multiple
 
             self._row_multiple = math.lcm(self._row_multiple, row_multiple())
         self._steps_done = torch.zeros((), dtype=torch.int64)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.settings import ModelSettings
 from goaly.models.spec import folder_tensors, model_spec, prepare_torchtitan, versioned_tensors
 from goaly.models.titan_config import divide
@@ -80,7 +80,7 @@ def build_parallel(
     attention = None if trainer.cp == 1 else context_attention(device.type)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     if device.type == "cpu" and settings.numerics == "fast":
-        from goaly.models.cpu_layers import LeanLinear, replace_linears
+        from goaly.numerics.cpu_layers import LeanLinear, replace_linears
 
         replace_linears(spec.model, LeanLinear)
     config: Any = spec.model

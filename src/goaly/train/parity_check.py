@@ -26,7 +26,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from goaly.errors import ParityError, SchemaError
+from goaly.base.errors import ParityError, SchemaError
 from goaly.train.microbatch import Microbatch
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from goaly.base.watchdog import progress
 from goaly.train.microbatch import Microbatch
 from goaly.trajectory import TensorDict
-from goaly.watchdog import progress
 
 Found = TypeVar("Found")
 

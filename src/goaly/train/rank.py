@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from goaly.telemetry import spans
+from goaly.base.telemetry import spans
+from goaly.base.watchdog import Work
 from goaly.train.settings import TrainerSettings
-from goaly.watchdog import Work
 
 if TYPE_CHECKING:
     from goaly.train.model_engine import ModelEngine

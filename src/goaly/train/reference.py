@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from goaly.actors import concurrent_endpoint
-from goaly.errors import WeightsError
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.errors import WeightsError
+from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
-from goaly.telemetry import spans
 from goaly.train import resharding
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread

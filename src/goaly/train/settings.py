@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from goaly.config.settings import (
+from goaly.base.config.settings import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,

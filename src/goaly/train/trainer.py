@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from goaly.actors import concurrent_endpoint
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.telemetry import spans
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
-from goaly.telemetry import spans
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import TrainerSettings

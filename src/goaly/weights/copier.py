@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from goaly.watchdog import Work, progress
+from goaly.base.watchdog import Work, progress
 
 T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Rectangle, Shard, share, tile, view
 from goaly.weights.sharding import gpu_of, layout_of, local
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 
 Extent = tuple[int, ...]
 Rectangle = tuple[Extent, Extent]

@@ -16,7 +16,7 @@ rank's fused projections (`goaly.models.vllm_naming`).
 from collections.abc import Mapping
 from dataclasses import replace
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Part, Shard, common, minus, tile
 
 Parts = tuple[Part, ...]

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from goaly.errors import cause_of
-from goaly.liveness import PULSE_SECONDS
-from goaly.telemetry.spans import span
+from goaly.base.errors import cause_of
+from goaly.base.liveness import PULSE_SECONDS
+from goaly.base.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.digest import digest_of
 from goaly.weights.layout import in_dtype, view

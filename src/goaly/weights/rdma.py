@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from monarch.rdma import RDMABuffer, is_ibverbs_available
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.settings import IN_FLIGHT
 from goaly.weights.shared_memory import Ring, SegmentHandle

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from goaly.config.settings import PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import PositiveFloat, PositiveInt, Section, Settings
 
 NO_TORCHSTORE = (
     "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"

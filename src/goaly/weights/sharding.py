@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Rectangle, Shard, region, tile, view
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.slots import SHARED, Slots, SlotShape, Source
 

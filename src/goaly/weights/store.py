@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from monarch.actor import Actor
 
-from goaly.actors import concurrent_endpoint
-from goaly.errors import WeightsError
-from goaly.liveness import ProcessMark, Watch, this_host, watch
+from goaly.base.actors import concurrent_endpoint
+from goaly.base.errors import WeightsError
+from goaly.base.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout, share
 from goaly.weights.settings import WeightSettings

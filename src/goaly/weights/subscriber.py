@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from goaly.actors import answer_of
-from goaly.errors import WeightsError
-from goaly.liveness import PULSE_SECONDS
-from goaly.telemetry.spans import span
+from goaly.base.actors import answer_of
+from goaly.base.errors import WeightsError
+from goaly.base.liveness import PULSE_SECONDS
+from goaly.base.telemetry.spans import span
 from goaly.weights.copier import Pair
 from goaly.weights.digest import Check, Part
 from goaly.weights.fetched_weights import FetchedWeights

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.settings import NO_TORCHSTORE
 from goaly.weights.slots import STORED, Slots, SlotShape, Source

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Layout
 from goaly.weights.shared_memory import Ring
 from goaly.weights.slots import DEVICE, SHARED, STORED, SlotReader, Slots, Source

@@ -14,7 +14,7 @@ version in the same slot; a reader holds at most one lease.
 
 from dataclasses import dataclass, field
 
-from goaly.errors import WeightsError, WritersGone
+from goaly.base.errors import WeightsError, WritersGone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from goaly.agents.answers import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
 from goaly.agents.session import Session, SessionExhausted, SessionLimits
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings

@@ -13,7 +13,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.session import Session
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer

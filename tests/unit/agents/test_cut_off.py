@@ -19,7 +19,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.session import SessionExhausted
 from goaly.backlog.batch import Batch, build_batch, check_group
 from goaly.backlog.settings import BacklogSettings
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.generate.request import Sample, Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from goaly.agents.listeners import Listeners, listener_of, listening
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.rollout.settings import EndpointSettings
 from goaly.run.process_agent import lasting_port
 

@@ -18,7 +18,7 @@ from goaly.agents.public_gateway import PublicGateway
 from goaly.agents.served import Ask, Repeats
 from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles
-from goaly.errors import AnswerBroken
+from goaly.base.errors import AnswerBroken
 from goaly.generate.request import Sampling
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer

@@ -8,7 +8,7 @@ from agent_sessions import TOOLS, Agent, assistant, system, tool, user
 from chat_templates import FAMILIES, chat_of
 
 from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted, SessionLimits
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.rollout.policy import ContextFull
 from goaly.trajectory import EXPERT_CHOICES, Outcome

@@ -12,7 +12,7 @@ import pytest
 from agent_sessions import TOOLS
 from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
 
-from goaly.errors import AnswerBroken
+from goaly.base.errors import AnswerBroken
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from goaly.backlog.settings import BacklogSettings
-from goaly.config.check import check
+from goaly.base.config.check import check
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from goaly.backlog.group_queue import GroupQueue, Wait
 from goaly.backlog.group_statistics import RECENT_STEPS
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import RunFailed, SchemaError
+from goaly.base.errors import RunFailed, SchemaError
 from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group

@@ -13,7 +13,7 @@ from trajectories import grouped, sampled
 from goaly.backlog.batch import Batch, add_advantages, batch_metrics, build_batch, check_group
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Outcome, pack_rows, token_data
 

@@ -16,9 +16,9 @@ from goaly.backlog.admission import Ticket
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import Wait
-from goaly.durable import log_writer
-from goaly.durable.records import Published, Snapshot
-from goaly.durable.run_log import delete_before, needed_records, records, trainers
+from goaly.journal import log_writer
+from goaly.journal.records import Published, Snapshot
+from goaly.journal.run_log import delete_before, needed_records, records, trainers
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group
 

@@ -21,7 +21,7 @@ from goaly.backlog.group_statistics import RECENT_STEPS
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.queue import _Replay
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
 from goaly.reward.settings import AdvantageSettings
 
 

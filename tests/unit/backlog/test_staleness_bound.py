@@ -15,7 +15,7 @@ from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
 from tests import virtual_time

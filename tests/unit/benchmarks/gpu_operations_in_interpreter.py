@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import gpu_bitwise
-from goaly.models import bitwise_kernels
-from tests.unit.models.kernels_in_interpreter import write_false
+from goaly.numerics import bitwise_kernels
+from tests.unit.numerics.kernels_in_interpreter import write_false
 
 COSTS = {"product_cost", "product_cost_of_8", "norm_cost", "log_softmax_cost", "attention_cost"}
 SIZES = gpu_bitwise.Sizes(

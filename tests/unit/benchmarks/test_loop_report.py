@@ -8,9 +8,9 @@ import pytest
 
 from bench import tail
 from bench.loop import Measured, Round, arms, room_for, round_of, summary, table
-from goaly.config import load
+from goaly.base.config import load
 from goaly.models.tiny import write_tiny_model
-from goaly.run.config import RunConfig
+from goaly.plan.config import RunConfig
 
 
 @pytest.mark.parametrize("longest_over_mean", [2, 5, 20])

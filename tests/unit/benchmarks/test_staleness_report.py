@@ -26,10 +26,10 @@ from bench.staleness import (
     summary,
     table,
 )
-from goaly.config import load
+from goaly.base.config import load
 from goaly.losses.objective import PolicyObjective
+from goaly.plan.config import RunConfig
 from goaly.reward.settings import AdvantageSettings
-from goaly.run.config import RunConfig
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from goaly.base.telemetry.counts import count, counting
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.protocol import (
     ActionRefused,
@@ -17,7 +18,6 @@ from goaly.environments.protocol import (
     Unsent,
     stepped,
 )
-from goaly.telemetry.counts import count, counting
 
 
 class Scripted:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly.base.telemetry.counts import counting
 from goaly.environments.pool import EnvironmentPool, FairPlaces
-from goaly.telemetry.counts import counting
 
 
 class Fake:

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
+from goaly.base.telemetry.counts import counting
 from goaly.environments.mcp_tools import McpTools
 from goaly.environments.process import ServerProcess
 from goaly.environments.protocol import Disconnected, EnvironmentDied
 from goaly.prompts.prompt import Message
-from goaly.telemetry.counts import counting
 
 
 def calls(*named: tuple[str, object]) -> Message:

@@ -8,6 +8,7 @@ import pytest
 from broken_replies import BROKEN
 from websockets.asyncio.server import serve
 
+from goaly.base.telemetry.counts import counting
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.openenv import OpenEnvironment
 from goaly.environments.process import Server
@@ -19,7 +20,6 @@ from goaly.environments.protocol import (
     EnvironmentTimeout,
     Unsent,
 )
-from goaly.telemetry.counts import counting
 
 OBSERVED = '{"type": "observation", "data": {"observation": {"text": "go on"}}}'
 NO_OBSERVATIONS = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
 from goaly.generate.clients import Quarantine
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router

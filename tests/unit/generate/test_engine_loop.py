@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from goaly import watchdog
-from goaly.errors import ReplicaLost
+from goaly.base import watchdog
+from goaly.base.errors import ReplicaLost
+from goaly.base.watchdog import WorkWatchdog
 from goaly.generate.engine_loop import Command, EngineLoop, Stop
 from goaly.generate.request import Finish, InvalidRequest, Request, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
-from goaly.watchdog import WorkWatchdog
 
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
+from goaly.base.liveness import ProcessMark, process_mark, this_process
 from goaly.generate.connection import Isolate, Leave, Submit, Ways, Withdraw
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.liveness import ProcessMark, process_mark, this_process
 from goaly.models.settings import ModelSettings
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings, SamplingSettings, vllm_device
 

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from goaly.errors import ReplicaLost
+from goaly.base.errors import ReplicaLost
 from goaly.generate.connection import Connection, Ways, Withdraw, own_name
 from goaly.generate.line import Line, Listener, open_line
 from goaly.generate.request import Finish, Sample, Sampling

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from goaly.errors import AnswerBroken
+from goaly.base.errors import AnswerBroken
 from goaly.generate import router as routing
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.generate.streamed_answer import AnswerPart

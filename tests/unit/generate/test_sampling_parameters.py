@@ -46,7 +46,7 @@ def test_all_else_may_be_sampled(sampling: dict[str, Any]) -> None:
 
 
 def test_log_probs_are_the_trainers_beside_requests_with_a_limit() -> None:  # train-10
-    from goaly.generate.bitwise_backend import use_exact_logprobs
+    from goaly.numerics.bitwise_backend import use_exact_logprobs
 
     logits_RV = torch.randn(4, 10)
     drawn = torch.zeros(4)

@@ -10,7 +10,7 @@ import pytest
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
 from goaly.generate.service import MAX_DEATHS, WINDOW_SECONDS, GeneratorService
 
 pytestmark = pytest.mark.timeout(20)

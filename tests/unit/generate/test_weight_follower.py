@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from goaly.actors import SupervisionError
-from goaly.errors import WeightsError, WritersGone
+from goaly.base.actors import SupervisionError
+from goaly.base.errors import WeightsError, WritersGone
 from goaly.generate import weight_follower
 from goaly.generate.weight_follower import WeightFollower
 from goaly.weights.versions import Lease

@@ -13,10 +13,10 @@ from goaly.agents.session import Session, SessionEnd
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
-from goaly.config import to_yaml
-from goaly.durable.records import Drawn, Record
-from goaly.durable.run_log import RunLog, RunState, delete_before
+from goaly.base.config import to_yaml
 from goaly.generate.request import Finish
+from goaly.journal.records import Drawn, Record
+from goaly.journal.run_log import RunLog, RunState, delete_before
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings

@@ -7,11 +7,11 @@ import pytest
 from logged_run import FAILURE, HOSTILE, LoggedRun
 
 from goaly.backlog.ledger import State
-from goaly.durable.run_log import delete_before
-from goaly.errors import ConfigError, CorruptLog
+from goaly.base.errors import ConfigError, CorruptLog
 from goaly.journal import episodes
 from goaly.journal.episodes import LoggedEpisode, read_log
 from goaly.journal.run_folder import RunFolder
+from goaly.journal.run_log import delete_before
 
 
 def by_id(run: LoggedRun, **more: bool) -> dict[str, LoggedEpisode]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from goaly.config.check import check
-from goaly.config.schema import plain
+from goaly.base.config.check import check
+from goaly.base.config.schema import plain
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
@@ -118,6 +118,6 @@ def test_a_bound_that_rejects_nothing_or_all_is_refused(measure):
 
 
 def test_the_help_of_the_setting_names_every_loss():
-    from goaly.config.help import docs
+    from goaly.base.config.help import docs
 
     assert all(name in docs(LossSettings)["name"] for name in LOSSES.names)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective, finish
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import Tokens

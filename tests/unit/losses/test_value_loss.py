@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.losses.value import ValueLoss, explained, moments
 
 

@@ -12,9 +12,9 @@ import torch
 from random_model import native_tensors, write_random_deepseek, write_random_dots, write_random_gpt_oss
 from safetensors.torch import load_file
 
-import goaly.folder
+import goaly.base.folder
 from apps.sft.folder import MARK
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models import hf
 from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
@@ -342,7 +342,7 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
     model, spec = loaded(tiny_model_folder)
     target, aside = tmp_path / "policy", tmp_path / ".policy.old"
     if not at_once:
-        monkeypatch.setattr(goaly.folder, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
+        monkeypatch.setattr(goaly.base.folder, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
     save_hf(filled(model, 0.0), spec, target, tiny_model_folder)
     names, _ = contents(target)
     calls = ((hf, "save_file"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (shutil, "copy2"))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from random_model import SIZE, write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_model
 from safetensors.torch import load_file, save_file
 
-from goaly.config import load
-from goaly.errors import ConfigError, WeightsError
+from goaly.base.config import load
+from goaly.base.errors import ConfigError, WeightsError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.adapter_folder import TENSORS, base_digest, merge
@@ -26,7 +26,7 @@ from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.spec import folder_tensors, model_spec, versioned_tensors
 from goaly.models.tiny import TinyModel, write_tiny_model
-from goaly.run.config import RunConfig
+from goaly.plan.config import RunConfig
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
 from tests.unit.train.batches import documents, pack

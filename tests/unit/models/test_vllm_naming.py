@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.models.architecture import Architecture
 from goaly.models.vllm_naming import vllm_naming, without_padding
 

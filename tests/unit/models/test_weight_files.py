@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
-from goaly.config import load
-from goaly.errors import ConfigError
-from goaly.run.config import RunConfig
+from goaly.base.config import load
+from goaly.base.errors import ConfigError
+from goaly.plan.config import RunConfig
 from goaly.run.serve_config import ServeConfig
 from tests.unit.test_run_config import GRPO, PPO, refused, run_config
 

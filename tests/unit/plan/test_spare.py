@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from goaly.config import load
-from goaly.errors import ConfigError
+from goaly.base.config import load
+from goaly.base.errors import ConfigError
+from goaly.plan.cluster import imagined
+from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe, placed, spare_on
-from goaly.run.cluster import imagined
-from goaly.run.config import RunConfig
-from goaly.run.host_settings import ImaginedCluster
+from goaly.plan.host_settings import ImaginedCluster
 from goaly.weights.settings import HEADROOM
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"

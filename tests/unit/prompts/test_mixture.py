@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.prompts.curriculum import Curriculum, Passes
 from goaly.prompts.mixture import Mixture, distinct_prompts, prompt_mixture
 from goaly.prompts.prompt import Split

@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from goaly.evaluation.sets import ProblemSets
-from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
 from goaly.prompts.files import distinct_prompts_of, read_prompts
 from goaly.prompts.mixture import unreadable
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ColumnSettings, PromptSettings
 from goaly.prompts.stream import PromptStream
+from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
+from goaly.rollout.evaluation_sets import ProblemSets
 
 DAPO = ColumnSettings(answer="reward_model.ground_truth", id="extra_info.index", source="data_source")
 BOXED = "{prompt}\n\nPut your final answer within \\boxed{}."

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.models.tiny import CHARACTERS, END, PAD, SPECIAL, write_tiny_tokenizer
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings

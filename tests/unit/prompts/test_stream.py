@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.config.check import check
-from goaly.config.settings import Section
+from goaly.base.config.check import check
+from goaly.base.config.settings import Section
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Message, Prompt, Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SourceSettings, absent_files

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchdata.nodes import BaseNode
 
-from goaly.errors import ConfigError
+from goaly.base.errors import ConfigError
 from goaly.prompts.documents import Document
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Split, split_of_key

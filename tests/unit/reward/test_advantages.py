@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.reward.advantages import ESTIMATORS, Estimate, Scored, gae, needs_values, rewards_of_steps, to_go
 from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, scored, spread
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
@@ -403,7 +403,7 @@ def test_settings_that_can_not_work_are_refused_with_the_known_names():
 
 
 def test_the_help_of_the_setting_names_every_estimator():
-    from goaly.config.help import docs
+    from goaly.base.config.help import docs
 
     assert all(name in docs(AdvantageSettings)["name"] for name in ESTIMATORS.names)
 

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from goaly.config import load
-from goaly.config.settings import Settings
-from goaly.errors import ConfigError
+from goaly.base.config import load
+from goaly.base.config.settings import Settings
+from goaly.base.errors import ConfigError
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.failures import RewardTimeout, Unscored
 from goaly.reward.settings import JudgeSettings, RewardSettings

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from goaly.backlog.batch import batch_metrics, check_group
 from goaly.backlog.group_statistics import GroupStatistics
 from goaly.backlog.settings import BacklogSettings
-from goaly.errors import SchemaError
+from goaly.base.errors import SchemaError
 from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group

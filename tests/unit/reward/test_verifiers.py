@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from goaly import process
+from goaly.base import process
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward import verifier_process
 from goaly.reward.failures import ERRORS_IN_A_ROW, RewardTimeout, Unscored

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Prompt
 from goaly.reward.estimate import estimate

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
+from goaly.base.telemetry.counts import count as counted
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,
@@ -23,7 +24,6 @@ from goaly.generate.request import Finish, Sample, seed_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.group import GroupSummary
-from goaly.telemetry.counts import count as counted
 from goaly.trajectory import Trajectory
 
 LOST = (EnvironmentDied, EnvironmentTimeout, Disconnected, Unsent, EnvironmentFailed)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from goaly.agents.answers import AnswerParser
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped, State
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings

@@ -4,7 +4,7 @@ drawn from another distribution."""
 import pytest
 import torch
 
-from goaly.errors import EpisodeError
+from goaly.base.errors import EpisodeError
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL, SamplingSettings
 from goaly.prompts.prompt import Prompt

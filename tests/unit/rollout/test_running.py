@@ -10,8 +10,8 @@ from test_episode import completion
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
 from goaly.backlog.admission import Ticket
-from goaly.config.check import check
-from goaly.errors import EpisodeError
+from goaly.base.config.check import check
+from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
 from goaly.rollout import running
 from goaly.rollout.episode import Episode, EpisodeContext

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from goaly.durable.checkpoint import Checkpoints
-from goaly.durable.settings import CheckpointSettings
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
+from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.settings import CheckpointSettings
 from goaly.run.checkpoints import RunCheckpoints
 
 

@@ -12,11 +12,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from goaly.config import load
-from goaly.errors import RunFailed
-from goaly.evaluation.settings import EvaluationSettings
+from goaly.base.config import load
+from goaly.base.errors import RunFailed
+from goaly.plan.config import RunConfig, SaveSettings
+from goaly.rollout.evaluation import EvaluationSettings
 from goaly.rollout.running import EvaluationFailed
-from goaly.run.config import RunConfig, SaveSettings
 from goaly.run.run import Run
 from goaly.run.start import started
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from goaly.errors import RunFailed
-from goaly.evaluation.result import EvalResult, Evaluation
-from goaly.folder import put_in_place
-from goaly.run.config import SaveSettings
+from goaly.base.errors import RunFailed
+from goaly.base.folder import put_in_place
+from goaly.plan.config import SaveSettings
+from goaly.rollout.evaluation_result import EvalResult, Evaluation
 from goaly.run.policies import SavedPolicies
 
 NO_SPACE = "trainer.save failed: OSError: [Errno 28] No space left on device"

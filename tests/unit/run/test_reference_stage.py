@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from goaly.actors import SupervisionError
-from goaly.durable.checkpoint import Checkpoint
-from goaly.errors import RunFailed
+from goaly.base.actors import SupervisionError
+from goaly.base.errors import RunFailed
+from goaly.journal.checkpoint import Checkpoint
 from goaly.run import reference_stage
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable import Replaceable, Restarts

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from monarch.actor import ActorError
 
-from goaly.actors import SupervisionError
-from goaly.durable.checkpoint import Checkpoint
-from goaly.errors import RunFailed
+from goaly.base.actors import SupervisionError
+from goaly.base.errors import RunFailed
+from goaly.journal.checkpoint import Checkpoint
 from goaly.run.replaceable import Lost, Replaceable, Restarts
 from goaly.run.stages import CriticStage, TrainerStage
 from tests import virtual_time

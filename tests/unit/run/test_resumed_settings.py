@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.main import main
-from goaly.config import RUN_CONFIG, exit_code, load, to_yaml
-from goaly.errors import ConfigError
-from goaly.run.config import RunConfig
+from goaly.base.config import RUN_CONFIG, exit_code, load, to_yaml
+from goaly.base.errors import ConfigError
+from goaly.plan.config import RunConfig
 from goaly.run.launch import RESTARTS, _count_restart
 from goaly.run.resume import lock
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.backlog.admission import Ticket
-from goaly.durable.records import Drawn
-from goaly.durable.run_log import Recovered
+from goaly.journal.records import Drawn
+from goaly.journal.run_log import Recovered
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.mixture import prompt_mixture
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings

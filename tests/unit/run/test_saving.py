@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from goaly.config import load
-from goaly.errors import RunFailed
-from goaly.run.config import RunConfig
+from goaly.base.config import load
+from goaly.base.errors import RunFailed
+from goaly.plan.config import RunConfig
 from goaly.run.replaceable import Replaceable
 from goaly.run.stages import TrainerStage
 from goaly.run.start import _save_policy, started

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from goaly.config import RUN_CONFIG
-from goaly.errors import RunFailed
+from goaly.base.config import RUN_CONFIG
+from goaly.base.errors import RunFailed
 from goaly.models.settings import ModelSettings
 from goaly.run.served_policy import ServedPolicy
 

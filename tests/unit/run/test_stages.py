@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from monarch.actor import ActorError
 
-from goaly.actors import SupervisionError
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
-from goaly.durable.records import Published
-from goaly.errors import RunFailed
+from goaly.base.actors import SupervisionError
+from goaly.base.errors import RunFailed
+from goaly.journal.records import Published
 from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
 from goaly.run.replaceable import Replaceable, Restarts
 from goaly.run.stages import TrainerStage

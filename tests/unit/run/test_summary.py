@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from goaly.config import load
-from goaly.evaluation.result import EvalResult, Evaluation
-from goaly.evaluation.settings import EvaluationSet, EvaluationSettings
+from goaly.base.config import load
+from goaly.plan.config import RunConfig
+from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
+from goaly.rollout.evaluation_result import EvalResult, Evaluation
 from goaly.rollout.running import Failed
-from goaly.run.config import RunConfig
 from goaly.run.run import Run
 from goaly.run.start import write_summary
 

@@ -10,7 +10,7 @@ from monarch.actor import ActorError
 
 from goaly.backlog.admission import Ticket
 from goaly.backlog.group_queue import Wait
-from goaly.errors import RunFailed
+from goaly.base.errors import RunFailed
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group import GroupSummary

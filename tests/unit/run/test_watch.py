@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from goaly.config import load
-from goaly.errors import RunFailed
-from goaly.liveness import ExitWatch, ProcessMark, process_mark
-from goaly.process import FATAL
+from goaly.base.config import load
+from goaly.base.errors import RunFailed
+from goaly.base.liveness import ExitWatch, ProcessMark, process_mark
+from goaly.base.process import FATAL
+from goaly.plan.config import RunConfig
 from goaly.run import watch
-from goaly.run.config import RunConfig
 from goaly.run.run import Run
 from goaly.run.watch import (
     START_SECONDS,
@@ -120,7 +120,7 @@ async def test_a_process_that_is_silent_for_the_limit_is_lost_with_its_reason(
     told: list[tuple[str, str]], log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalls, mesh = Stalls(monkeypatch), Mesh()
-    say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.process: {FATAL}thread engine failed: boom")
+    say(log, "12:00 INFO goaly: starting", f"12:01 CRITICAL goaly.base.process: {FATAL}thread engine failed: boom")
     watched = watching(mesh, told, log)
     await stalls.tick(0)
     mesh.beat = Endpoint(never)

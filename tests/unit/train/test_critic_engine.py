@@ -11,7 +11,7 @@ import torch
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
-from goaly.config.check import check
+from goaly.base.config.check import check
 from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny import TinyModel, write_tiny_model

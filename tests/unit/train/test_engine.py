@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from goaly.config.check import check
-from goaly.errors import ConfigError
+from goaly.base.config.check import check
+from goaly.base.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from goaly.errors import ParityError, SchemaError
+from goaly.base.errors import ParityError, SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from goaly.errors import ParityError
+from goaly.base.errors import ParityError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings

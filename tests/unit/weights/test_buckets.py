@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_store import LocalStore
 
-from goaly.errors import WeightsError
-from goaly.liveness import this_process
+from goaly.base.errors import WeightsError
+from goaly.base.liveness import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.layout import Extent, Rectangle, joined, region
 from goaly.weights.settings import WeightSettings

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from local_store import Gone, Life, LocalStore, as_process
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from goaly.config.check import check
-from goaly.errors import WeightsError
+from goaly.base.config.check import check
+from goaly.base.errors import WeightsError
 from goaly.weights.copier import Copier
 from goaly.weights.layout import in_dtype, region
 from goaly.weights.settings import WeightSettings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from goaly.errors import WeightsError, WritersGone
+from goaly.base.errors import WeightsError, WritersGone
 from goaly.weights.versions import VersionLedger
 from tests.unit.weights.test_versions import published, stage
 

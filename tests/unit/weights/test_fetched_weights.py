@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.fetched_weights import FetchedWeights, fit_on_device
 from goaly.weights.settings import WeightSettings
 

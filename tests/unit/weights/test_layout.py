@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights import layout as layout_module
 from goaly.weights.layout import SPLIT_BYTES, Layout, Rectangle, common, plan, region, share
 from goaly.weights.sharding import layout_of, shards_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from local_store import Life, LocalStore, as_process
 
-from goaly.errors import WeightsError, WritersGone
+from goaly.base.errors import WeightsError, WritersGone
 from goaly.weights import rdma
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings

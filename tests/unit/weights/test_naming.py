@@ -12,7 +12,7 @@ from local_store import LocalStore
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.layout import Extent, Layout, Part, Shard, plan, region, share, view
 from goaly.weights.naming import Naming, Parts, fused, one_of, renamed, same
 from goaly.weights.publisher import Publisher

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.buckets import cut
 from goaly.weights.rdma import RemoteReader, RemoteSlots
 from goaly.weights.sharding import layout_of

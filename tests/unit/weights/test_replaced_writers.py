@@ -9,8 +9,8 @@ import pytest
 import torch
 from local_store import Life, LocalStore, as_process
 
-from goaly.errors import WeightsError
-from goaly.liveness import ProcessMark
+from goaly.base.errors import WeightsError
+from goaly.base.liveness import ProcessMark
 from goaly.models.settings import ModelSettings
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import ReferenceSettings, TrainerSettings

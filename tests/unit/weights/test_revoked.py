@@ -8,7 +8,7 @@ import pytest
 import torch
 from local_store import LocalStore
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber, pull_into

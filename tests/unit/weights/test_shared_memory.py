@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from goaly.errors import WeightsError
-from goaly.liveness import ExitWatch, this_process
+from goaly.base.errors import WeightsError
+from goaly.base.liveness import ExitWatch, this_process
 from goaly.weights.shared_memory import Segment
 
 MEGABYTE = 1 << 20

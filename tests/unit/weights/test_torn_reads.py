@@ -13,7 +13,7 @@ import torch
 from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
 from torch.distributed.device_mesh import DeviceMesh
 
-from goaly.errors import WeightsError, WritersGone
+from goaly.base.errors import WeightsError, WritersGone
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.sharding import local

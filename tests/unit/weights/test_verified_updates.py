@@ -9,7 +9,7 @@ import pytest
 import torch
 from local_store import LocalStore, meshes, sharded
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights import digest
 from goaly.weights.copier import Copier
 from goaly.weights.digest import same

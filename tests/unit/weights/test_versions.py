@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from goaly.errors import WeightsError
+from goaly.base.errors import WeightsError
 from goaly.weights.versions import VersionLedger
 
 READERS = 4

@@ -1,0 +1,123 @@
+"""Append-only files of JSON lines, used by metrics and spans.
+
+A file that can't be opened raises at once, before training starts.
+
+A line is one `write` to a file opened for appending, so lines of several processes never interleave. Half a line, which
+a full disk or a crash left, is removed: at once, or when the file is opened again. Only that line is lost. Writing and
+closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the failure is logged
+once, the file takes no more lines, and `lost` counts the missing ones. A line is strict JSON: values without a JSON
+form are written as text, and numbers that are not finite as null.
+"""
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from goaly.base.folder import mend_last_line, open_lines
+
+logger = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 16
+
+
+class LineFile:
+    """A file of JSON lines for appending. Threads and processes may share it."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.lost = 0
+        self._lock = threading.Lock()
+        self._fd: int | None = open_lines(self.path)
+
+    def write(self, *records: Any) -> None:
+        """Append a line for each record."""
+        try:
+            encoded = b"".join(_line(record) for record in records)
+        except (TypeError, ValueError, RecursionError) as error:
+            self._gave_up(len(records), error, close=False)
+            return
+        with self._lock:
+            if self._fd is None:
+                self.lost += len(records)
+                return
+            try:
+                while encoded:
+                    encoded = encoded[os.write(self._fd, encoded) :]  # one write unless the kernel cuts it
+            except OSError as error:
+                self._gave_up(len(records), error, close=True)
+
+    def close(self) -> None:
+        """Close the file; later lines are counted as lost."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._fd = self._fd, None
+        try:
+            if descriptor is not None:
+                os.close(descriptor)
+        except OSError as error:  # a network file system reports here that it could not keep earlier lines
+            if not self.lost:
+                logger.warning("%s: the last records may be lost: %s", self.path, error)
+
+    def _gave_up(self, records: int, error: Exception, *, close: bool) -> None:
+        if not self.lost:
+            logger.warning("%s: a record could not be written and is lost: %s", self.path, error)
+        self.lost += records
+        if close and self._fd is not None:
+            with suppress(OSError):
+                mend_last_line(self._fd)
+            self._close()
+
+
+def _line(record: Any) -> bytes:
+    # A lone surrogate has no UTF-8 form; its backslash form is JSON's escape for it.
+    try:
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # strict JSON has no NaN and no infinity
+        text = json.dumps(_finite(record), separators=(",", ":"), ensure_ascii=False, default=str, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def last_record(path: str | Path) -> dict[str, Any] | None:
+    """The last whole record of a line file; None if there is none. Reads the end of the file only."""
+    try:
+        with open(path, "rb") as file:
+            size = left = file.seek(0, os.SEEK_END)
+            while left:
+                left = max(0, left - TAIL_BYTES)
+                file.seek(left)
+                lines = file.read(size - left).split(b"\n")
+                for line in reversed(lines if left == 0 else lines[1:]):
+                    with suppress(ValueError):
+                        if isinstance(record := json.loads(line), dict):
+                            return record
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a line file, without lines that a crash left half-written."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record

@@ -1,1 +1,0 @@
-"""Durable runs: the event log, checkpoints, and what is rebuilt from them."""

@@ -1,1 +1,0 @@
-"""Evaluation: the problems of the evaluation sets, and the scores of a policy on them."""

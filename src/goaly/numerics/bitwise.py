@@ -1,0 +1,263 @@
+"""The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
+
+Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
+gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
+`bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
+GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
+
+Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
+without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
+few rows are padded, and the first product with a weight of some shape is compared with the definition in BW-1. On a
+machine where they differ, rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of
+vLLM's kernel, which is oneDNN, too, and is compared in the same way.
+
+Shape suffixes: T tokens, K input features, N output features, R rows of a tile.
+
+Invariants
+    BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
+          of threads, and with any part of the output features.
+    BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
+          parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
+    BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+
+from goaly.base.errors import ConfigError
+from goaly.models.experts import of_rank
+from goaly.numerics.cpu_layers import linear_gradients, onednn_product, packed_weight, quickly_multiplied
+
+TILE = 32
+ROWS_OF_A_THREAD = 8
+"""Rows that make MKL give each thread enough of them; it needs 4."""
+LOOP = 64
+"""Elements that torch's vector loops take at once are a divisor of this."""
+GRAIN = 1 << 15
+"""Fewest elements for which torch uses a further thread."""
+PackedSlices = tuple[Any, ...]
+"""A weight's slices of input features, as vLLM's handles."""
+
+
+class BitwiseLinear(Linear):
+    """A linear layer whose rows do not depend on each other's number (BW-1)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """A linear layer's, and the parts in which its input features are summed (BW-2)."""
+
+        slices: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._slices = config.slices
+        self._packed: PackedSlices | None = None
+
+    def pack(self) -> None:
+        """Copy the weight into the order of vLLM's kernel, for a sampler on one rank; again whenever it changes."""
+        weight = self.weight
+        is_whole = weight.shape == (self.out_features, self.in_features) and not isinstance(weight, DTensor)
+        self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight."""
+        weight = self.weight
+        if self._packed is not None:
+            return packed_product(input, self._packed, weight.dtype)
+        if not isinstance(input, DTensor):
+            return self._of_rank(input, of_rank(weight))
+        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
+        mesh, (placement,) = weight.device_mesh, weight.placements
+        (given,) = input.placements
+        out_placement: Placement
+        input_gradient, weight_gradient = given, placement
+        match placement:
+            case Shard(dim=0):
+                out_placement, input_gradient = Shard(input.ndim - 1), Partial()
+            case Shard():
+                out_placement = Partial()
+            case _:
+                out_placement = given
+                weight_gradient = Partial() if isinstance(given, Shard) else placement
+        x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
+        return DTensor.from_local(self._of_rank(x, w), mesh, [out_placement], run_check=False)
+
+    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The output of a rank that has this part of the weight."""
+        return linear(x, weight, self._slices * weight.shape[1] // self.in_features)
+
+
+class BitwiseFeedForward(FeedForward):
+    """A gated feed-forward network with an exact activation (BW-3)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output."""
+        return self.w2(on_local(silu, self.w1(x)) * self.w3(x))
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether the kernels of `bitwise_kernels.py` compute with this tensor."""
+    return tensor.is_cuda
+
+
+def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T`, of which each row is that of BW-1."""
+    if on_gpu(x_TK):
+        from goaly.numerics import bitwise_kernels
+
+        return bitwise_kernels.product(x_TK, weight_NK)
+    rows = len(x_TK)
+    padding = -rows % row_multiple()
+    x_TK = x_TK.float()
+    if padding:
+        x_TK = F.pad(x_TK, (0, 0, 0, padding))
+    return multiply(x_TK, weight_NK.float())[:rows].to(weight_NK.dtype)
+
+
+def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+    """The float32 product of a multiple of `row_multiple` rows, if `out_TN` is set in its memory; each row is that of
+    BW-1."""
+    width, features = weight_NK.shape
+    if _whole_is_exact(features, width, torch.get_num_threads()):
+        made_TN = _product(x_TK, weight_NK)
+    else:
+        made_TN = _tiled(x_TK, weight_NK)[: len(x_TK)]
+    return made_TN if out_TN is None else out_TN.copy_(made_TN)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """The activation of each element, over a number of elements that has no remainder (BW-3). On a GPU every element is
+    computed alone."""
+    if on_gpu(x):
+        return F.silu(x)
+    count = x.numel()
+    threads = min(torch.get_num_threads(), -(-count // GRAIN))
+    remainder = count % (LOOP * max(threads, 1))
+    if not remainder:
+        return F.silu(x)
+    return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
+
+
+def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
+    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
+    width, features = len(weight_NK), weight_NK.shape[1] // slices
+    if not _packed_is_exact(features, width, torch.get_num_threads()):
+        return None
+    return tuple(packed_weight(part_NK.float()) for part_NK in weight_NK.chunk(slices, 1))
+
+
+def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+    """The product with packed slices of a weight, rounded to this type (BW-2); without a gradient."""
+    from vllm import _custom_ops as kernels
+
+    parts = zip(packed, x.chunk(len(packed), -1), strict=True)
+    products = (kernels.onednn_mm(handle, part.float().contiguous(), None).to(dtype) for handle, part in parts)
+    return reduce(torch.Tensor.add_, products)
+
+
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    """The product with a weight, summed in this number of slices of the input features (BW-2)."""
+    given = x.reshape(-1, x.shape[-1]), weight_NK, slices
+    out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
+    return out_TN.view(*x.shape[:-1], len(weight_NK))
+
+
+def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    parts = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
+    return reduce(torch.Tensor.add_, (product(*part) for part in parts))
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+        ctx.save_for_backward(x_TK, weight_NK)
+        return _sliced(x_TK, weight_NK, slices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_TK, weight_NK, grad = quickly_multiplied(*ctx.saved_tensors, grad)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
+            return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), None
+        grad_x = torch.mm(grad, weight_NK) if of_x else None
+        return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, None
+
+
+def row_multiple() -> int:
+    """The divisor of the number of rows on a CPU; others are padded."""
+    return ROWS_OF_A_THREAD * torch.get_num_threads()
+
+
+@cache
+def _whole_is_exact(features: int, width: int, threads: int) -> bool:
+    """Whether a product of all rows at once is that of BW-1 on this machine; ConfigError if a tile itself is not."""
+    random = torch.Generator().manual_seed(0)
+    multiple = row_multiple()
+    x_TK = torch.randn(16 * multiple, features, generator=random, dtype=torch.float32)
+    weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
+    expected_TN = _tiled(x_TK, weight_NK)
+
+    def exact(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+        starts_and_sizes = [(0, 1), (3, 1), (5, 2), (1, 3), (2, 7), (0, 16)]
+        parts = [slice(start * multiple, (start + size) * multiple) for start, size in starts_and_sizes]
+        whole = all(torch.equal(multiply(x_TK[part], weight_NK), expected_TN[part]) for part in parts)
+        moved_TK, odd = x_TK.roll(TILE // 2 + 1, 0), slice(5, 5 + multiple)
+        whole &= torch.equal(multiply(x_TK[odd], weight_NK), expected_TN[odd])
+        return whole and torch.equal(multiply(moved_TK, weight_NK).roll(-TILE // 2 - 1, 0), expected_TN)
+
+    if exact(_product):
+        return True
+    if exact(_tiled):
+        return False
+    raise ConfigError(
+        [
+            f"model.numerics=bitwise: cannot work on this machine with {threads} threads: a row of a product over "
+            f"{features} features depends on its place"
+        ]
+    )
+
+
+@cache
+def _packed_is_exact(features: int, width: int, threads: int) -> bool:
+    """Whether vLLM's kernel gives rows the bits of BW-1 on this machine, in any number."""
+    from vllm import _custom_ops as kernels
+
+    if not torch.backends.mkldnn.is_available():
+        return False
+    random = torch.Generator().manual_seed(0)
+    x_TK = torch.randn(8 * TILE, features, generator=random, dtype=torch.float32)
+    weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
+    expected_TN, handler = _tiled(x_TK, weight_NK), packed_weight(weight_NK)
+    places = [(0, 1), (7, 1), (3, 2), (1, 3), (2, 7), (5, 17), (9, TILE), (1, 2 * TILE), (0, len(x_TK))]
+    parts = [slice(start, start + size) for start, size in places]
+    return all(torch.equal(kernels.onednn_mm(handler, x_TK[part], None), expected_TN[part]) for part in parts)
+
+
+def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    x_TK = F.pad(x_TK, (0, 0, 0, -len(x_TK) % TILE)) if len(x_TK) % TILE else x_TK
+    return torch.cat([_product(x_RK, weight_NK) for x_RK in x_TK.split(TILE)])
+
+
+def _product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    if torch.backends.mkldnn.is_available():
+        return onednn_product(x_TK, weight_NK)
+    return torch.mm(x_TK, weight_NK.t())
+
+
+def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The function of each rank's part."""
+    if not isinstance(x, DTensor):
+        return function(x)
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)

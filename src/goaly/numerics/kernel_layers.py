@@ -1,0 +1,194 @@
+"""torchtitan's norm and rotary embeddings by one kernel each, with gradients.
+
+On a CPU they are vLLM's kernels for float32: torchtitan writes a norm as six operations and a rotation as sixteen. On a
+GPU the norm is that of `bitwise_kernels.py`. Other types on a CPU, and rotations on a GPU, are torchtitan's: the kernel
+would round angles to bfloat16. Samplers use these layers where they may differ from the trainer in the last bits, and
+with `numerics: bitwise` both sides do.
+
+torchtitan's complex rotation of adjacent features is one product, but a complex product has other bits in the remainder
+of a vector loop. With `numerics: bitwise` it is the kernel's on a CPU, in float32 for any type.
+
+Shape suffixes: T tokens, D the last dimension.
+
+Invariants
+    BW-4  A norm gives a row, and a rotation gives a token, the same bits in any place.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+
+from goaly.models.experts import of_rank
+from goaly.numerics.bitwise import on_gpu
+from goaly.numerics.cpu_layers import LeanRMSNorm, norm_gradients
+
+
+class KernelRMSNorm(LeanRMSNorm):
+    """RMSNorm whose rows do not depend on their place (BW-4)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LeanRMSNorm.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalized input."""
+        weight = self.weight
+        if self.eps is None or not (x.dtype == torch.float32 or on_gpu(x)):
+            return super().forward(x)
+        if not isinstance(x, DTensor):
+            return _norm(x, weight, self.eps)
+        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
+        (given,) = x.placements
+        weight_D = weight.to_local(grad_placements=[Partial() if isinstance(given, Shard) else Replicate()])
+        return DTensor.from_local(_norm(x.to_local(), weight_D, self.eps), x.device_mesh, [given], run_check=False)
+
+
+class KernelRoPE(CosSinRoPE):
+    """Rotary embedding whose tokens do not depend on their place (BW-4)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """torchtitan's."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """The cosine and the sine of each angle once, `[positions, dim]`; torchtitan's cache has them twice."""
+        cos, sin = super()._precompute_cache().chunk(2, -1)
+        half = self.config.dim // 2
+        return torch.cat([cos[:, :half], sin[:, :half]], -1).contiguous()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotated queries and keys."""
+        if positions is None or query.dtype != torch.float32 or on_gpu(query):
+            return super().forward(query, key, positions)
+        return _rotate(query, key, positions, self.cache, of_halves=True)
+
+    @staticmethod
+    def apply_rotary_emb(
+        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """torchtitan's rotation."""
+        cos, sin = rope_cache.chunk(2, -1)
+        return CosSinRoPE.apply_rotary_emb(query, key, torch.cat([cos, cos, sin, sin], -1))
+
+
+class KernelComplexRoPE(ComplexRoPE):
+    """Rotary embedding of adjacent features whose tokens do not depend on their place (BW-4)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        """torchtitan's."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """The cosine and the sine of each angle, `[positions, dim]`; torchtitan's cache has them as complex numbers."""
+        turns = super()._precompute_cache()
+        return torch.cat([turns.real, turns.imag], -1)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotated queries and keys."""
+        if positions is None or on_gpu(query):
+            return super().forward(query, key, positions)
+        return _rotate(query, key, positions, self.cache, of_halves=False)
+
+    @staticmethod
+    def apply_rotary_emb(
+        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """torchtitan's rotation."""
+        return ComplexRoPE.apply_rotary_emb(query, key, torch.complex(*rope_cache.chunk(2, -1)))
+
+
+def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    return _Norm.apply(x, weight_D, eps) if torch.is_grad_enabled() else _normed(x, weight_D, eps)
+
+
+def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if on_gpu(x):
+        from goaly.numerics import bitwise_kernels
+
+        return bitwise_kernels.normalized(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
+    from vllm import _custom_ops as kernels
+
+    out = torch.empty(x.shape)
+    kernels.rms_norm(out, x.contiguous(), weight_D, eps)
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        return _normed(x, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight_D = ctx.saved_tensors
+        if on_gpu(x):
+            given = [one.detach().requires_grad_() for one in (x, weight_D)]
+            with torch.enable_grad():
+                out = F.rms_norm(given[0], weight_D.shape, given[1], ctx.eps)
+            return *torch.autograd.grad(out, given, grad), None
+        x_TD = x.reshape(-1, len(weight_D))
+        scale_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True).square_().div_(len(weight_D))
+        return *norm_gradients(x_TD, weight_D, scale_T1.add_(ctx.eps).rsqrt_(), grad), None
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, *, of_halves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys whose features are rotated in pairs: one of each half, or adjacent ones."""
+    q, k = of_rank(query), of_rank(key)
+    position_T, angles = of_rank(positions).expand(q.shape[:2]).flatten(), of_rank(cache)
+    torch._assert_async((position_T < len(angles)).all(), f"a position is beyond the {len(angles)} of the model")
+    turn = _Turn.apply if torch.is_grad_enabled() else _turned
+    turned_q, turned_k = turn(q, k, position_T, angles, of_halves)
+    return _divided_as(query, turned_q), _divided_as(key, turned_k)
+
+
+def _divided_as(given: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a tensor that is divided as the given one."""
+    if not isinstance(given, DTensor):
+        return part
+    return DTensor.from_local(part, given.device_mesh, given.placements, run_check=False)
+
+
+def _turned(
+    query: torch.Tensor, key: torch.Tensor, position_T: torch.Tensor, cache: torch.Tensor, of_halves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm import _custom_ops as kernels
+
+    q, k = (  # the kernel writes over them
+        one.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for one in (query, key)
+    )
+    flat_q, flat_k = (one.view(len(position_T), -1) for one in (q, k))
+    kernels.rotary_embedding(position_T, flat_q, flat_k, q.shape[-1], cache, of_halves)
+    return q.to(query.dtype), k.to(key.dtype)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, position_T: torch.Tensor, cache: torch.Tensor, of_halves: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(position_T, cache)
+        ctx.of_halves = of_halves
+        return _turned(query, key, position_T, cache, of_halves)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_query: torch.Tensor, grad_key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        """The inverse rotation."""
+        position_T, cache = ctx.saved_tensors
+        cos_TD, sin_TD = cache[position_T].chunk(2, -1)
+        back_TD = torch.cat([cos_TD, -sin_TD], -1)
+        turned = _turned(grad_query, grad_key, torch.arange(len(position_T)), back_TD, ctx.of_halves)
+        return *turned, None, None, None
