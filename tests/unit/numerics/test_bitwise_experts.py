@@ -13,7 +13,7 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
-from tests.unit.models.test_bitwise import random  # noqa: E402
+from tests.unit.numerics.test_bitwise import random  # noqa: E402
 
 from goaly.models.architecture import architecture  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
