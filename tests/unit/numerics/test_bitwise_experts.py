@@ -13,13 +13,12 @@ from goaly.models.spec import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
-from tests.unit.numerics.test_bitwise import random  # noqa: E402
-
 from goaly.models.architecture import architecture  # noqa: E402
 from goaly.models.tiny import TinyModel, model_config  # noqa: E402
 from goaly.numerics.bitwise_decoder import make_bitwise  # noqa: E402
 from goaly.numerics.bitwise_experts import Combined, highest  # noqa: E402
 from goaly.numerics.bitwise_networks import networks  # noqa: E402
+from tests.unit.numerics.test_bitwise import random  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
