@@ -2,9 +2,10 @@
 
     python -m apps.agent.guessing --config configs/agent/guessing.yaml
 
-The policy guesses a number, and is told whether the number is greater or smaller. Each guess gets the share of the
-numbers that it rules out as a process reward, and the game gets reward 1 if the number was found. With `critic` in its
-config the run is PPO, whose critic says what a turn is worth (GAE); without, it is GRPO with the advantages `process`.
+The policy guesses a number, and the environment answers whether the number is greater or smaller. Each guess gets the
+share of the numbers that it rules out as a process reward, and the game gets reward 1 if the number was found. With
+`critic` in its config the run is PPO, whose critic says what a turn is worth (GAE); without, it is GRPO with the
+advantages `process`.
 """
 
 from __future__ import annotations

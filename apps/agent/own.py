@@ -14,7 +14,7 @@ TURNS = 4
 
 
 class Till:
-    """The environment: it adds what it is told to, and counts how often."""
+    """The environment: it adds its arguments, and counts the calls."""
 
     def __init__(self):
         self.used = 0
