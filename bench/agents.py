@@ -47,7 +47,7 @@ from goaly.base.config import load
 from goaly.base.config.schema import plain
 from goaly.journal.episodes import LoggedEpisode, read_log
 from goaly.journal.run_folder import RunFolder
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext

@@ -124,7 +124,7 @@ def of_checkpoints(folder: Path, dim: int, layers: int, rounds: int) -> dict[str
     import torch
 
     from goaly.models.settings import ModelSettings
-    from goaly.models.tiny import TinyModel, write_tiny_model
+    from goaly.models.tiny_model import TinyModel, write_tiny_model
     from goaly.train.engine import TrainEngine
     from goaly.train.saved_state import StagedState
     from goaly.train.settings import TrainerSettings

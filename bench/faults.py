@@ -319,7 +319,7 @@ def main() -> int:
     asked = [one for one in everything if chosen.only in one.name]
     if chosen.missing:
         asked = [one for one in asked if one.name not in known or known[one.name].problems]
-    from goaly.models.tiny import TinyModel, write_tiny_model
+    from goaly.models.tiny_model import TinyModel, write_tiny_model
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_tiny_model(Path(scratch) / "model", TinyModel())

@@ -42,7 +42,7 @@ from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny_model import write_tiny_model
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer

@@ -36,7 +36,7 @@ from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bench.gpu_trainer import STEPS, timed
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 
 MOST_TOKENS = 8192
 COUNTS = (1, 2, 3, 17, 64, 100, 1000)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.gpu_trainer import DTYPE
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny_model import write_tiny_model
 from goaly.prompts.prompt import Prompt
 
 STEPS = 10

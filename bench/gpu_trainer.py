@@ -18,7 +18,7 @@ from bench.train import packed_batch
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import PackedRows
 
@@ -101,7 +101,7 @@ def by_transformers(folder: Path | str, packed: PackedRows) -> tuple[torch.Tenso
 def loss_path() -> dict[str, Any]:
     """Log-probs, entropies and gradients in chunks, against the plain log-softmax of all logits: values, seconds and
     memory."""
-    from goaly.models.spec import prepare_torchtitan
+    from goaly.models.definition import prepare_torchtitan
     from goaly.train.logprobs import LogprobHead
 
     device = prepare_torchtitan()

@@ -35,7 +35,7 @@ from rich.table import Table
 from bench.report import Machine, options, write
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
 from goaly.train.settings import TrainerSettings

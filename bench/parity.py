@@ -35,7 +35,7 @@ from bench.report import options
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
 from goaly.parity_requests import cramped, mixed_requests
 from goaly.run.ranks import fork_ranks_from_one_server

@@ -29,7 +29,7 @@ from bench.report import Machine, options, write
 from goaly.generate.settings import GeneratorSettings
 from goaly.losses.kl import k3
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import CheckedRequest, rows_of, sampled
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict

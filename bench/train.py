@@ -33,7 +33,7 @@ from bench.report import Machine, options, write
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny_model import write_tiny_model
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.trajectory import PackedRows
@@ -135,8 +135,8 @@ class PlainLoop(Actor):
 def bare_step(folder: str) -> Callable[[], None]:
     """One step over torchtitan's model, as a function."""
     from goaly.models.attention import document_masks
+    from goaly.models.definition import model_spec
     from goaly.models.hf import load_hf
-    from goaly.models.spec import model_spec
 
     spec = model_spec(folder)
     model = spec.model.build()

@@ -165,8 +165,8 @@ def native_tensors(spec: "ModelSpec", folder: str | Path) -> "dict[str, torch.Te
     """The folder's whole weights, with the names and layout of torchtitan's `named_parameters`."""
     import torch
 
+    from goaly.models.definition import versioned_tensors
     from goaly.models.hf import load_hf
-    from goaly.models.spec import versioned_tensors
 
     with torch.device("cpu"):
         model = spec.model.build()

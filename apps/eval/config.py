@@ -101,7 +101,7 @@ class EvalConfig(Settings):
         if problems := self.model.problems(str(at)):
             yield from problems
             return
-        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
+        from goaly.models.catalog import shape_of  # imports torch, which `--help` does not need
         from goaly.models.weight_files import weight_problems
         from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 

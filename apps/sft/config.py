@@ -8,7 +8,7 @@ from goaly.base.config.settings import NonNegativeInt, PositiveInt, Section, Set
 from goaly.base.errors import ConfigError
 from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, model_config
+from goaly.models.tiny_model import TinyModel, model_config
 from goaly.prompts.settings import ChatSettings, SupervisedSettings
 from goaly.train.settings import TrainerSettings
 
@@ -59,7 +59,7 @@ class SftConfig(Settings):
             except ConfigError as error:
                 yield from error.problems
         if self.model is not None and not self.model.problems(""):
-            from goaly.models.published import shape_of
+            from goaly.models.catalog import shape_of
             from goaly.models.weight_files import weight_problems
             from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 

@@ -62,7 +62,7 @@ def starting_model(config: SftConfig, run: Path) -> ModelSettings:
     """The model that training starts from. If the config describes a tiny one, it is made first."""
     if config.model is not None:
         return config.model
-    from goaly.models.tiny import write_tiny_model
+    from goaly.models.tiny_model import write_tiny_model
 
     assert config.tiny is not None
     folder = run / "initial"

@@ -75,7 +75,7 @@ def start_engines(folders: list[Path], **changes: Any) -> None:
     """Start them; `changes` are settings of the one with torchtitan's definition."""
     global engines
     from goaly.generate.engine import Engine
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
 
     settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512, **changes)
     model = ModelSettings(path=str(folders[0]))

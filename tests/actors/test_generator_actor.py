@@ -80,7 +80,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
     """A life in one go, for each start costs seconds: catch up, hold back, update midway, cancel, close."""
     from goaly.generate.connection import Connection
     from goaly.generate.generator import Generator
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
 
@@ -251,7 +251,7 @@ async def test_a_byte_that_is_flipped_anywhere_on_the_way_ends_the_replica(
 ):
     """weights-8, generate-9. The generator holds all parameters in bfloat16; norms are published in float32."""
     from goaly.generate.connection import Connection
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
 

@@ -47,7 +47,7 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     """Sample with the weights of the first folder, and with those of the second."""
     become_rank(rank, degrees.get("tp", 1), port)
     from goaly.generate.engine import Engine
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
     from goaly.weights.sharding import local
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=32, **degrees)

@@ -15,7 +15,7 @@ from random_model import native_tensors, write_random_llama, write_random_model
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, compared, recompute_in_ranks, rows_of, sample_in_ranks, sampled
 from goaly.parity_requests import SHARED, mixed_requests, with_cache_of
 from goaly.train.settings import TrainerSettings
@@ -106,7 +106,7 @@ def in_steps(folder: Path, dtype: str, step_tokens: Sequence[int]) -> tuple[list
 def over_an_update(folder: Path, other: Path, dtype: str, replays: bool, step_tokens: int) -> tuple[list[int], int]:
     """The tokens of each version that differ, of answers over which the weights of another folder came as version 1,
     and how many prompts were computed in parts."""
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
 
     both = Both(folder, dtype=dtype, step_tokens=step_tokens)
     generator, weights = both.generator, native_tensors(model_spec(other), other)

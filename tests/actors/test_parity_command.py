@@ -12,7 +12,7 @@ import yaml
 
 import goaly.parity
 import goaly.parity_search
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.ranks import in_ranks
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]

@@ -59,7 +59,7 @@ def test_vllms_loader_puts_in_place_what_the_naming_does(
 ) -> None:
     """4 query heads, 2 key heads and 32 tokens in an embedding of 64: at tp=4 ranks share a key head, and two have
     no token."""
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
 
     folder = write_random_model(tmp_path / "model", tie_word_embeddings=tied)
     published = native_tensors(model_spec(folder), folder)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from apps.agent.tasks import ADD, LARGEST
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.prompts.documents import chat_document
 from goaly.prompts.files import read_messages
 from goaly.prompts.tokenizer import ChatTokenizer

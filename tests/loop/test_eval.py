@@ -9,7 +9,7 @@ import pytest
 from apps.eval.config import EvalConfig, EvalGeneratorSettings
 from apps.eval.main import table
 from apps.eval.quiet import hushed
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import RewardSettings
 from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
 from goaly.rollout.evaluation_result import EvalResult

@@ -17,7 +17,7 @@ from apps.sft.main import main
 from goaly.base.config import Loaded
 from goaly.base.errors import ConfigError
 from goaly.base.telemetry.settings import TelemetrySettings
-from goaly.models.tiny import TinyModel
+from goaly.models.tiny_model import TinyModel
 from goaly.prompts.settings import ArithmeticSettings, SupervisedSettings
 from goaly.run.process_agent import lasting_port
 from goaly.train.settings import OptimizerSettings, TrainerSettings

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import settings
 
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.prompts.tokenizer import ChatTokenizer
 
 settings.register_profile("busy machine", deadline=None)

@@ -15,9 +15,9 @@ from goaly.base.config import exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.models.architecture import architecture, read_config
-from goaly.models.published import MODELS, shape_of
+from goaly.models.catalog import MODELS, shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe
 from goaly.prompts.mixture import prompt_mixture

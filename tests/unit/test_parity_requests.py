@@ -6,7 +6,7 @@ import pytest
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity_requests import GIB, LONG, SHARED, SHORT, cramped, mixed_requests
 
 

@@ -17,7 +17,7 @@ from goaly.base.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy import LOSSES
 from goaly.models.architecture import architecture, read_config
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe
 from goaly.plan.memory import memory_by_role

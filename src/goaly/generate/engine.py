@@ -56,9 +56,9 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
 from goaly.models.architecture import architecture, read_config
-from goaly.models.local_device import keep_pinned_sizes
+from goaly.models.definition import versioned_tensors
+from goaly.models.device import keep_pinned_sizes
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import versioned_tensors
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.numerics.cpu_sampling import adapt_sampling
 from goaly.prompts.settings import ChatSettings

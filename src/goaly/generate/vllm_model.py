@@ -1,8 +1,8 @@
 """torchtitan's model definition as a model class inside vLLM, on CPU and CUDA.
 
-The class builds the modules that the trainer trains (`models/spec.py` reads them from the Hugging Face folder), with
-vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
-overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/spec.py`.
+The class builds the modules that the trainer trains (`models/definition.py` reads them from the Hugging Face folder),
+with vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
+overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/definition.py`.
 
 vLLM refuses the model if a parameter was not loaded from the folder, except for adapters, which are 0 until the first
 update. With tp > 1 a rank holds exactly the slices that `named_tensors` declares, which weight updates fill.
@@ -36,9 +36,9 @@ from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.architecture import LAYER, Architecture, architecture, read_config
 from goaly.models.attention import share_angles
+from goaly.models.definition import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
-from goaly.models.spec import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.varlen_attention import widened
 from goaly.numerics import cpu_kernels
 

@@ -29,10 +29,10 @@ from safetensors.torch import load_file, save_file
 
 from goaly.base.errors import ConfigError
 from goaly.models.architecture import LAYER
+from goaly.models.definition import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.hf import Tensors, gathered, staged_folder, write_folder, write_gathered
 from goaly.models.lora import BASE, A, B, merged
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings
-from goaly.models.spec import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.weights.digest import Digest
 
 if TYPE_CHECKING:

@@ -246,8 +246,8 @@ class RunConfig(Settings):
             yield f"{at.advantages.name}: must be gae, or another that uses a critic's values, {because}"
 
     def _model_problems(self, at: Section) -> Iterator[str]:
-        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
-        from goaly.models.spec import bitwise_problems
+        from goaly.models.catalog import shape_of  # imports torch, which `--help` does not need
+        from goaly.models.definition import bitwise_problems
         from goaly.models.weight_files import weight_problems
         from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 

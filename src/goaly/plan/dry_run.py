@@ -10,7 +10,7 @@ from itertools import groupby
 from goaly.base.config import to_yaml
 from goaly.base.config.settings import Section
 from goaly.base.errors import ConfigError
-from goaly.models.published import shape_of
+from goaly.models.catalog import shape_of
 from goaly.models.settings import folder_problems
 from goaly.plan import host_memory
 from goaly.plan.cluster import Cluster, imagined, one_host, this_machine

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from goaly.base.tensor_file import MAX_FILE_BYTES
-from goaly.models.published import shape_of
+from goaly.models.catalog import shape_of
 from goaly.plan.cluster import Cluster
 from goaly.plan.config import RunConfig
 from goaly.plan.memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from goaly.models.architecture import Architecture
-from goaly.models.published import shape_of
+from goaly.models.catalog import shape_of
 from goaly.models.settings import ModelSettings
 from goaly.plan.config import RunConfig
 from goaly.plan.parallelism import Parallelism

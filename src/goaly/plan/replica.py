@@ -7,8 +7,8 @@ import torch
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import Architecture
+from goaly.models.definition import spec_of, versioned_tensors
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.models.spec import spec_of, versioned_tensors
 from goaly.models.vllm_naming import VOCABULARY_MULTIPLE, vllm_naming
 from goaly.plan.fake_ranks import as_fake_rank, tie
 from goaly.plan.live_bytes import held_bytes

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from goaly.base.errors import ConfigError
-from goaly.models.published import MODELS
+from goaly.models.catalog import MODELS
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of
 from goaly.weights.layout import Copy, Layout, plan, share

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from goaly.models.published import shape_of
+from goaly.models.catalog import shape_of
 from goaly.plan.config import RunConfig
 from goaly.plan.host_settings import COMPUTING
 from goaly.plan.memory import DTYPE_BYTES, GIB, cached_tokens, memory_by_role

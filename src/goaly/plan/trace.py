@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from goaly.models.architecture import Architecture
-from goaly.models.spec import versioned_tensors
+from goaly.models.definition import versioned_tensors
 from goaly.plan.fake_ranks import alike, as_fake_rank, tie
 from goaly.plan.live_bytes import LiveBytes, held_bytes, local_part
 from goaly.train.pipeline import Stage, entering, leaving, stage_of
@@ -176,7 +176,7 @@ def _phases(
     from torch.distributed.fsdp import FSDPModule
 
     from goaly.models.attention import PackedDocuments, causal_mask
-    from goaly.models.spec import prepare_torchtitan
+    from goaly.models.definition import prepare_torchtitan
     from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
@@ -250,7 +250,7 @@ def _sharded(
 ) -> tuple[Any, Any]:
     """The stage of the model as a run builds it, without memory, and torchtitan's dimensions of the ranks."""
     from goaly.models.context_attention import ContextAttention
-    from goaly.models.spec import spec_of
+    from goaly.models.definition import spec_of
     from goaly.plan.gpu_attention import FlashShapes
     from goaly.train.critic_engine import VALUES
     from goaly.train.logprobs import LOGPROBS

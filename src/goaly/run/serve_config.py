@@ -104,7 +104,7 @@ class ServeConfig(Settings):
             yield f"{at.tokens_file}: a token must be of ASCII letters, digits and signs, without spaces"
 
     def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
-        from goaly.models.published import shape_of  # imports torch, which `--help` does not need
+        from goaly.models.catalog import shape_of  # imports torch, which `--help` does not need
         from goaly.models.weight_files import weight_problems
         from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from goaly.base.errors import ConfigError
 from goaly.models.architecture import Architecture
-from goaly.models.published import shape_of
+from goaly.models.catalog import shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 
 FOLDER = Path("runs/tiny-models")
 STEPS, CONTEXT, ANSWER_TOKENS = 4, 2048, 64

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from goaly.base.errors import GoalyError
 from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
+from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import versioned_tensors
 from goaly.train.earlier_policies import EarlierPolicies
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from goaly.base.watchdog import progress
 from goaly.losses.objective import Contribution
+from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import versioned_tensors
 from goaly.train.expert_layers import ExpertLayers
 from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel import Head, build_parallel

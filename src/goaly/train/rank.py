@@ -103,7 +103,7 @@ def join_process_group(threads: int, ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from goaly.models.local_device import use_local_device
+    from goaly.models.device import use_local_device
     from goaly.train.parallel import backends
 
     use_local_device()

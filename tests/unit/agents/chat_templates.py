@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from goaly.models.tiny import CHAT_TEMPLATE
+from goaly.models.tiny_model import CHAT_TEMPLATE
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 

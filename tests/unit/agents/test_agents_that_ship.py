@@ -22,7 +22,7 @@ from apps.agent.main import by_function, episode
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.gateway import Gateway
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.prompts.documents import chat_document
 from goaly.prompts.files import read_messages
 from goaly.prompts.prompt import Message, Prompt

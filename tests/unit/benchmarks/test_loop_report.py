@@ -9,7 +9,7 @@ import pytest
 from bench import tail
 from bench.loop import Measured, Round, arms, room_for, round_of, summary, table
 from goaly.base.config import load
-from goaly.models.tiny import write_tiny_model
+from goaly.models.tiny_model import write_tiny_model
 from goaly.plan.config import RunConfig
 
 

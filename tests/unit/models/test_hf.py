@@ -18,11 +18,11 @@ from goaly.base.errors import ConfigError
 from goaly.models import hf
 from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
+from goaly.models.catalog import shape_of
+from goaly.models.definition import model_spec
 from goaly.models.hf import load_hf, save_hf
-from goaly.models.published import shape_of
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import model_spec
-from goaly.models.tiny import TinyModel, model_config
+from goaly.models.tiny_model import TinyModel, model_config
 from goaly.run.policies import SCORE_FILE
 
 SIZE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torchtitan.config import ParallelismConfig
 
-from goaly.models.spec import model_spec
+from goaly.models.definition import model_spec
 from goaly.models.titan_config import divide
 
 

@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from goaly.models.spec import prepare_torchtitan
+from goaly.models.definition import prepare_torchtitan
 
 prepare_torchtitan()
 
 from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.models.settings import ModelSettings  # noqa: E402
-from goaly.models.tiny import TinyModel, write_tiny_model  # noqa: E402
+from goaly.models.tiny_model import TinyModel, write_tiny_model  # noqa: E402
 from goaly.numerics import bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers  # noqa: E402
 from goaly.train.settings import TrainerSettings  # noqa: E402
 from goaly.trajectory import TensorDict  # noqa: E402

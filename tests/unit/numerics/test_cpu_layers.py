@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from goaly.models.architecture import architecture
-from goaly.models.spec import prepare_torchtitan, spec_of
+from goaly.models.definition import prepare_torchtitan, spec_of
 
 prepare_torchtitan()
 
 from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
-from goaly.models.tiny import TinyModel, model_config  # noqa: E402
+from goaly.models.tiny_model import TinyModel, model_config  # noqa: E402
 from goaly.numerics.cpu_layers import LeanLinear, LeanRMSNorm, LeanRoPE, replace_linears  # noqa: E402
 
 TOKENS = 3000

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from goaly.models.catalog import MODELS
 from goaly.models.decoder import Decoder
-from goaly.models.published import MODELS
-from goaly.models.spec import prepare_torchtitan
+from goaly.models.definition import prepare_torchtitan
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.sharding import shards_of
 

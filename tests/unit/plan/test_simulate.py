@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from goaly.models.catalog import MODELS
 from goaly.models.decoder import Decoder
-from goaly.models.published import MODELS
 from goaly.plan import simulate as simulated
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.simulate import Network, Update, main, simulate

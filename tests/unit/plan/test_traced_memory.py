@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from goaly.models.architecture import Architecture, architecture
-from goaly.models.published import MODELS
+from goaly.models.catalog import MODELS
 from goaly.models.settings import LoraSettings
-from goaly.models.tiny import TinyModel, model_config
+from goaly.models.tiny_model import TinyModel, model_config
 from goaly.plan.fake_ranks import as_fake_rank, most_process_bytes
 from goaly.plan.live_bytes import LiveBytes, held_bytes
 from goaly.plan.parallelism import Parallelism
@@ -174,7 +174,7 @@ def test_ranks_of_a_group_hold_what_the_traced_one_holds(shape: Architecture, ax
 
 def built_shards(rank: int, shape: Architecture, settings: TrainerSettings) -> list[int]:
     """The bytes of each parameter of this rank, as a run builds it."""
-    from goaly.models.spec import spec_of
+    from goaly.models.definition import spec_of
     from goaly.train.logprobs import LOGPROBS
     from goaly.train.parallel import sharded_on_meta
     from goaly.train.pipeline import stage_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.base.errors import EpisodeError
-from goaly.models.tiny import CHARACTERS, END, PAD, SPECIAL, write_tiny_tokenizer
+from goaly.models.tiny_model import CHARACTERS, END, PAD, SPECIAL, write_tiny_tokenizer
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer

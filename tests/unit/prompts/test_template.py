@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jinja2.exceptions import TemplateError
 
-from goaly.models.tiny import write_tiny_tokenizer
+from goaly.models.tiny_model import write_tiny_tokenizer
 from goaly.prompts.files import read_messages
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings

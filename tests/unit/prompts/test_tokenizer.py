@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.models.tiny import CHARACTERS, SPECIAL, write_tiny_tokenizer
+from goaly.models.tiny_model import CHARACTERS, SPECIAL, write_tiny_tokenizer
 from goaly.prompts.prompt import Message
 from goaly.prompts.tokenizer import ChatTokenizer
 

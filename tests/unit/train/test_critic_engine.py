@@ -14,7 +14,7 @@ from goaly.backlog.settings import BacklogSettings
 from goaly.base.config.check import check
 from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import AdvantageSettings
 from goaly.train import resharding
 from goaly.train.critic_engine import CriticEngine

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
-from goaly.models.spec import versioned_tensors
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.train.earlier_policies import EarlierPolicies
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import TrainerSettings

@@ -18,7 +18,7 @@ from goaly.losses.kl import k3
 from goaly.losses.objective import Contribution, PolicyObjective
 from goaly.models.experts import MixtureOfExperts
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import Microbatch

@@ -105,7 +105,7 @@ def settings_of(layout: str, settings: TrainerSettings, **divided: Any) -> Train
 
 def write_model(folder: Path, *, layers: int = 1) -> Path:
     """A model as the name of the folder says."""
-    from goaly.models.tiny import TinyModel, write_tiny_model
+    from goaly.models.tiny_model import TinyModel, write_tiny_model
 
     size: dict[str, Any] = EXPERTS if "experts" in folder.name else {"tied": folder.name == "tp"}
     if "few-experts" in folder.name:
@@ -373,7 +373,7 @@ def test_two_ranks_have_the_values_and_the_steps_of_one_critic(
 def test_sharded_ranks_save_the_folder_of_their_whole_parameters(
     results: tuple[dict[str, dict[str, Any]], Path], layout: str
 ):
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
 
     _, out = results
     found = torch.load(out / f"{layout}.0", weights_only=False)["parameters"]
@@ -406,7 +406,7 @@ def test_a_rank_that_is_alone_communicates_by_the_same_backends_as_one_among_oth
         raise Met(backend)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr("goaly.models.local_device.use_local_device", lambda: None)
+    monkeypatch.setattr("goaly.models.device.use_local_device", lambda: None)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", meet)
     for meeting in (lambda: _layout(SETTINGS), lambda: join_process_group(threads=1, ranks=2)):

@@ -12,7 +12,7 @@ from goaly.base.errors import ParityError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, TrainerSettings

@@ -162,7 +162,7 @@ def test_stages_have_the_gradient_metrics_and_step_of_one_rank(out: Path, layout
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_folder_has_the_layers_of_all_stages(out: Path, layout: str):
-    from goaly.models.spec import model_spec
+    from goaly.models.definition import model_spec
 
     if "lora" in layout:
         names = load_file(out / f"{layout}.hf" / "adapter_model.safetensors")

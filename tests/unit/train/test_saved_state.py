@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.models.tiny import TinyModel, write_tiny_model
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.base.errors import ConfigError
-from goaly.models.local_device import keep_pinned_sizes, local_device, use_local_device
+from goaly.models.device import keep_pinned_sizes, local_device, use_local_device
 from goaly.train.rank import RankThread
 from goaly.train.settings import TrainerSettings
 

@@ -15,7 +15,7 @@ import torch
 from goaly.base.errors import ConfigError
 from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.architecture import Architecture, architecture, read_config
-from goaly.models.local_device import local_device
+from goaly.models.device import local_device
 from goaly.models.settings import LoraSettings, Numerics
 
 if TYPE_CHECKING:
