@@ -24,7 +24,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.base.actors import ask, spawn
 from goaly.base.config import RUN_CONFIG, to_yaml
 from goaly.base.config.check import check
@@ -33,6 +32,7 @@ from goaly.base.errors import ConfigError, GoalyError, RunFailed, first_error
 from goaly.base.telemetry import logs
 from goaly.base.telemetry.metrics import MetricsWriter
 from goaly.journal.checkpoint import Checkpoint, Checkpoints
+from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Resumed
 from goaly.journal.run_log import LOG_FOLDER, first_version, trainers
 from goaly.plan.config import RunConfig, config_of
@@ -190,7 +190,7 @@ def start_of(asked: Asked) -> Checkpoint | None:
 
 
 @asynccontextmanager
-async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[TrajectoryQueue, TrainerStage]]:
+async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[LoggedQueue, TrainerStage]]:
     """The hub's queue and the trainer of the run, without its other processes."""
     config = asked.config
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()

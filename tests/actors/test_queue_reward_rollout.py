@@ -14,7 +14,6 @@ import torch
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 from spawned import spawn
 
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.base import actors
 from goaly.base.errors import RunFailed
@@ -23,6 +22,7 @@ from goaly.generate.connection import Leave, Submit, Withdraw, client_of, own_na
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.journal.log_writer import LogWriter
+from goaly.journal.logged_queue import LoggedQueue
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.reward.pool import RewardPool
@@ -127,7 +127,7 @@ def procs():
 @pytest.fixture
 async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     name = tmp_path.name.replace("_", "-")
-    queue = procs.hub.spawn(f"queue-{name}", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
+    queue = procs.hub.spawn(f"queue-{name}", LoggedQueue, SETTINGS, AdvantageSettings(), 1, 0)
     verifier = "tests.unit.reward.verifiers_under_test:by_answer"
     reward_settings = RewardSettings(verifier=verifier, workers=2, time_limit_seconds=2.0)
     rewards = procs.hub.spawn(f"rewards-{name}", RewardPool, reward_settings)
@@ -195,7 +195,7 @@ async def test_an_episode_that_chats_makes_a_trajectory_of_each_branch_and_is_on
     assert float(advantages.sum()) == pytest.approx(0.0, abs=1e-5)
 
 
-async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # backlog-10
+async def test_a_batch_whose_records_cannot_be_written_is_not_given_out(stack):  # journal-5
     log = stack.folder / "log"
     LogWriter(log).close()
     (log / "000000.log").unlink()
@@ -373,7 +373,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
         return Episode(prompt, context.render(prompt)).finish(float(os.getpid()))
 
     mesh = spawn("rollout", name="blocked")
-    queue = procs.hub.spawn("queue-blocked", TrajectoryQueue, SETTINGS, AdvantageSettings(), 1, 0)
+    queue = procs.hub.spawn("queue-blocked", LoggedQueue, SETTINGS, AdvantageSettings(), 1, 0)
     worker = mesh.spawn(
         "worker-blocked",
         RolloutWorker,

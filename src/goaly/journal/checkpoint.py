@@ -8,7 +8,7 @@
 older than the newest `keep` sound checkpoints. It reads each of them once: those whose files have the sizes and times
 of then are still sound.
 
-    durable-4: A folder named by its step was written whole and synced. It never changes.
+    journal-4: A folder named by its step was written whole and synced. It never changes.
 """
 
 import json
@@ -63,7 +63,7 @@ class Checkpoints:
         return writing
 
     def commit(self, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Make the checkpoint of `begin` appear, with these facts (durable-4)."""
+        """Make the checkpoint of `begin` appear, with these facts (journal-4)."""
         writing, folder = self._folder / f"{WRITING}{step:06d}", self._folder / f"{step:06d}"
         files = {str(path.relative_to(writing)): _file_entry(path, sync=True) for path in _files(writing)}
         content = {"format": FORMAT, "step": step, "facts": facts, "files": files}

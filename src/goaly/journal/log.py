@@ -9,7 +9,7 @@ payload. `log_writer.py` appends them.
 
 A log begins with its segment 0, or with the one that `begin_at` has recorded before it deleted older ones.
 
-    durable-2: A reader gets exactly the appended payloads, in order, up to a point at or behind the durable mark.
+    journal-2: A reader gets exactly the appended payloads, in order, up to a point at or behind the durable mark.
         Damage behind the mark is a torn tail: it ends the log, and the next writer cuts it off. Damage before the mark
         is a CorruptLog that names file and offset.
 """
@@ -98,7 +98,7 @@ def _beginning(folder: Path) -> int:
 
 
 def frames(folder: Path, after: Position | None = None) -> Iterator[Frame]:
-    """The frames of a log after this position, the start of a segment or the end of a frame (durable-2); None is
+    """The frames of a log after this position, the start of a segment or the end of a frame (journal-2); None is
     the log's beginning."""
     mark, end = durable_mark(folder), after or Position(_beginning(folder), 0)
     previous: int | None = None

@@ -5,8 +5,8 @@ syncs, and many waiters share one sync.
 
 A log has one writer at a time.
 
-    durable-1: `durable` returns only when everything appended before it is on disk.
-    durable-3: After a failed write or sync, or a record that cannot be encoded, nothing more is written, and every
+    journal-1: `durable` returns only when everything appended before it is on disk.
+    journal-3: After a failed write or sync, or a record that cannot be encoded, nothing more is written, and every
         waiter gets the error.
 """
 
@@ -81,7 +81,7 @@ class LogWriter:
         self._work.put(_Payload(encode, begins_segment))
 
     async def durable(self) -> None:
-        """Return once everything appended so far is on disk (durable-1); RunFailed if it could not be written."""
+        """Return once everything appended so far is on disk (journal-1); RunFailed if it could not be written."""
         if self._closed:
             raise RunFailed("the run's log is closed")
         waiter = _Waiter(asyncio.get_running_loop())
@@ -135,7 +135,7 @@ class LogWriter:
 
     def _write(self, payloads: list["_Payload"]) -> None:
         if self._error is not None:
-            return  # durable-3
+            return  # journal-3
         for one in payloads:
             if one.begins_segment and self._end.offset:
                 self._begin_segment()

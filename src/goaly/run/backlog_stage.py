@@ -9,9 +9,9 @@ from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.backlog.ledger import Dropped
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
+from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Drawn, Published
 from goaly.journal.run_log import Recovered
 from goaly.run.replaceable import Lost, Replaceable
@@ -116,7 +116,7 @@ class BacklogStage:
                     await self._on_end()
                 raise RunFailed("the trajectory queue closed before the run's last step")
             self._given = batch.id + 1
-            del self._published[:recorded]  # backlog-10
+            del self._published[:recorded]  # journal-5
             yield batch
         self.is_giving_batches = False
         if self._on_end is not None:
@@ -170,7 +170,7 @@ class BacklogStage:
         if self._on_wait is not None:
             await self._on_wait(seconds, await self._ask("wait", lambda queue: queue.wait.call_one()))
 
-    async def _ask(self, endpoint: str, call: Callable[[TrajectoryQueue], Awaitable[T]]) -> T:
+    async def _ask(self, endpoint: str, call: Callable[[LoggedQueue], Awaitable[T]]) -> T:
         while True:
             with suppress(Lost):  # run-6
                 return await self._hub.call(lambda hub: ask(f"queue.{endpoint}", call(hub.queue)))

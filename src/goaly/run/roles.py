@@ -7,10 +7,10 @@ from pathlib import Path
 
 from monarch.actor import ProcMesh
 
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.base.actors import spawn
 from goaly.base.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
+from goaly.journal.logged_queue import LoggedQueue
 from goaly.plan.config import RunConfig
 from goaly.plan.placement import Placed, Processes
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -33,7 +33,7 @@ class Hub:
     """The actors of the hub, which those of all other roles call."""
 
     store: WeightStore
-    queue: TrajectoryQueue
+    queue: LoggedQueue
     rewards: RewardPool | None
 
 
@@ -170,14 +170,12 @@ class Roles:
         return mesh
 
 
-def trajectory_queue(
-    hub: ProcMesh, config: RunConfig, steps: int | None = None, name: str = "queue"
-) -> TrajectoryQueue:
+def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None, name: str = "queue") -> LoggedQueue:
     """The queue of a run of `steps` steps; without `steps` it admits groups without end."""
     return spawn(
         hub,
         name,
-        TrajectoryQueue,
+        LoggedQueue,
         config.backlog,
         config.advantages,
         dp_ranks=config.trainer.fsdp,
@@ -189,7 +187,7 @@ def trajectory_queue(
 
 
 def policy_trainer(
-    mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: TrajectoryQueue, name: str = "trainer"
+    mesh: ProcMesh, config: RunConfig, store: WeightStore, queue: LoggedQueue, name: str = "trainer"
 ) -> PolicyTrainer:
     """The ranks of a run's trainer."""
     policy = (config.trainer, config.model, config.loss, config.weights, store, queue, config.moe)

@@ -4,8 +4,6 @@ import asyncio
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from goaly.backlog.events import Event, Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import RECENT_STEPS
 from goaly.backlog.ledger import Dropped
-from goaly.backlog.queue import _Replay
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import RunFailed
 from goaly.reward.settings import AdvantageSettings
@@ -231,14 +228,3 @@ async def test_a_queue_tells_which_tickets_run_and_which_batches_are_open() -> N
         await driver.step(what, 0)
     assert [driver.queue.is_running(ticket) for ticket in range(6)] == [False] * 4 + [True, False]
     assert [list(driver.queue.open_batches(first)) for first in range(3)] == [[0, 1], [1], []]
-
-
-async def test_a_reader_whose_first_batch_was_not_recorded_gets_it_from_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("goaly.backlog.queue.trained_batches", lambda *_, **__: iter(()))
-    handle = SimpleNamespace(id=3)
-    replay = _Replay(tmp_path / "log", queue_of(KINDS[0]), 3, {3: SimpleNamespace(handle=handle)})
-    assert await replay.next() == (handle, None)
-    assert replay.current == 3
-    assert await replay.next() is None

@@ -37,7 +37,7 @@ def test_a_checkpoint_whose_writer_died_is_not_there_and_its_rest_goes_with_the_
     checkpoints = Checkpoints(tmp_path)
     kept = save(checkpoints, 1)
     (checkpoints.begin(2) / "half").write_bytes(b"half")
-    assert newest(tmp_path) == kept  # durable-4
+    assert newest(tmp_path) == kept  # journal-4
     save(checkpoints, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "000003"]
 
@@ -63,7 +63,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_checkpoint_before(
         patched.setattr(*target[step], fail)
         with pytest.raises(OSError, match="No space"):
             checkpoints.commit(2, {})
-    assert newest(tmp_path) == kept  # durable-4
+    assert newest(tmp_path) == kept  # journal-4
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no manifest"])

@@ -56,7 +56,7 @@ async def test_a_log_gives_back_what_was_appended_also_after_it_was_opened_again
     with TemporaryDirectory() as name:
         await write(Path(name), before)
         await write(Path(name), after)
-        assert read(Path(name)) == before + after  # durable-2
+        assert read(Path(name)) == before + after  # journal-2
 
 
 @given(payloads=PAYLOADS.filter(bool), durable=st.integers(0, 11), data=st.data())
@@ -73,9 +73,9 @@ async def test_a_log_cut_behind_its_durable_mark_ends_there_and_goes_on(payloads
         os.truncate(last, data.draw(st.integers(least, last.stat().st_size)))
         kept = read(folder)
         assert kept == payloads[: len(kept)]
-        assert len(kept) >= durable  # durable-1
+        assert len(kept) >= durable  # journal-1
         await write(folder, [b"next"])
-        assert read(folder) == [*kept, b"next"]  # durable-2
+        assert read(folder) == [*kept, b"next"]  # journal-2
 
 
 @given(payloads=PAYLOADS.filter(bool), data=st.data())
@@ -91,7 +91,7 @@ async def test_a_flipped_or_missing_byte_before_the_durable_mark_is_an_error(pay
         else:
             del content[place : place + data.draw(st.integers(1, 30))]
         path.write_bytes(content)
-        with pytest.raises(CorruptLog, match=path.name):  # durable-2
+        with pytest.raises(CorruptLog, match=path.name):  # journal-2
             read(folder)
 
 
@@ -103,7 +103,7 @@ async def test_a_segment_without_its_last_frame_is_an_error_also_before_an_empty
     writer.close()
     assert [path.stat().st_size > 0 for path in log.segments(folder)] == [True, False]
     os.truncate(folder / "000000.log", (folder / "000000.log").stat().st_size - 60 - log.FRAME.size)
-    with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # durable-2
+    with pytest.raises(CorruptLog, match=r"000000\.log: ends at offset"):  # journal-2
         read(folder)
 
 
@@ -183,13 +183,13 @@ async def test_after_a_failed_write_every_waiter_gets_the_error_and_nothing_more
         await writer.durable()
     monkeypatch.undo()
     writer.append(lambda: [b"three"])
-    with pytest.raises(RunFailed, match="No space left"):  # durable-3
+    with pytest.raises(RunFailed, match="No space left"):  # journal-3
         await writer.durable()
     writer.close()
     assert read(folder) == [b"one"]
 
 
-async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error(folder: Path) -> None:  # durable-3
+async def test_after_a_record_that_cannot_be_encoded_every_waiter_gets_the_error(folder: Path) -> None:  # journal-3
     writer = LogWriter(folder)
     writer.append(lambda: [b"one"])
     writer.append(lambda: [b"two" + 2])  # type: ignore[operator]

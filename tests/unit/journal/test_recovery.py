@@ -114,7 +114,7 @@ class Recovery(RuleBasedStateMachine):
         self.history.append(resumed)
         found = recover(self.folder, self.state, version)
         self.state.follow(resumed)
-        assert found == expected.restart(version)  # durable-2
+        assert found == expected.restart(version)  # journal-2
         assert_same_state(self.queue, expected.queue)  # backlog-8
         self.version = version
         self.running, self.formed = [], []
@@ -176,7 +176,7 @@ class Recovery(RuleBasedStateMachine):
         if batch is None:
             return
         assert batch.id == self.version + len(self.formed)  # backlog-9
-        self.sync()  # backlog-10
+        self.sync()  # journal-5
         rows = self.queue.rows(batch.id, 0).rows.exclude("reference_logprobs")
         if batch.id in self.given:
             assert_same_rows(rows, self.given[batch.id])
@@ -227,7 +227,7 @@ class Recovery(RuleBasedStateMachine):
             if later > last:
                 log.segment_file(self.folder, later.segment).unlink()
         survived = self.deleted + sum(1 for _ in frames(self.folder))
-        assert survived >= self.durable  # durable-1
+        assert survived >= self.durable  # journal-1
         self.history = self.history[:survived]
         self.checkpoints = self.checkpoints[: max(1, len(self.checkpoints) - back)]
         self.open(self.checkpoints[-1])
@@ -243,7 +243,7 @@ class Recovery(RuleBasedStateMachine):
         flipped = bytearray(content)
         flipped[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         path.write_bytes(flipped)
-        with pytest.raises(CorruptLog, match=path.name):  # durable-2
+        with pytest.raises(CorruptLog, match=path.name):  # journal-2
             list(records(self.folder))
         path.write_bytes(content)
 

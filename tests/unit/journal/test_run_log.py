@@ -10,9 +10,9 @@ from trajectories import grouped, sampled
 
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import CANCELLED, Dropped
-from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import CorruptLog
+from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Drawn, Published, Resumed
 from goaly.journal.run_log import RunLog, RunState, recover, trained_batches
 from goaly.prompts.prompt import Message, Prompt
@@ -132,15 +132,15 @@ async def test_a_record_that_cannot_be_understood_is_named(tmp_path: Path) -> No
     log.close()
 
 
-async def call(queue: TrajectoryQueue, endpoint: str, *arguments: Any) -> Any:
+async def call(queue: LoggedQueue, endpoint: str, *arguments: Any) -> Any:
     """The actor's own code without Monarch around it."""
-    return await getattr(TrajectoryQueue, endpoint)._method.__wrapped__(queue, *arguments)
+    return await getattr(LoggedQueue, endpoint)._method.__wrapped__(queue, *arguments)
 
 
 async def test_ranks_that_lost_their_state_get_every_batch_once_more_also_one_that_is_trained_meanwhile(
     tmp_path: Path,
 ) -> None:
-    actor = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    actor = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
     await call(actor, "open", tmp_path, 0, {})
     rows = []
     for step in range(3):
@@ -168,7 +168,7 @@ async def test_ranks_that_lost_their_state_get_every_batch_once_more_also_one_th
 
 
 async def test_the_rows_of_a_batch_that_is_being_read_again_are_not_given_out_half_made(tmp_path: Path) -> None:
-    actor = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    actor = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
     await call(actor, "open", tmp_path, 0, {})
     for _ in range(2):
         ticket = await asyncio.wait_for(call(actor, "admit"), 1)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from queues import now
 from trajectories import grouped, sampled
 
-from goaly.backlog import queue as queue_module
 from goaly.backlog.admission import Ticket
-from goaly.backlog.queue import TrajectoryQueue
+from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.waits import Wait
-from goaly.journal import log_writer
+from goaly.journal import log_writer, logged_queue
+from goaly.journal.logged_queue import LoggedQueue, _Replay
 from goaly.journal.records import Published, Snapshot
 from goaly.journal.run_log import delete_before, needed_records, records, trainers
 from goaly.reward.settings import AdvantageSettings
@@ -30,18 +31,18 @@ def group(ticket: Ticket) -> Group:
     return grouped(ticket.index, [sampled(4, version=least), sampled(5, index=1, reward=1.0, version=least)])
 
 
-def call(queue: TrajectoryQueue, endpoint: str, *arguments: Any) -> Any:
+def call(queue: LoggedQueue, endpoint: str, *arguments: Any) -> Any:
     """What the actor does when this endpoint is called."""
-    return getattr(TrajectoryQueue, endpoint)._method.__wrapped__(queue, *arguments)
+    return getattr(LoggedQueue, endpoint)._method.__wrapped__(queue, *arguments)
 
 
-async def opened(folder: Path, version: int = 0, **settings: Any) -> TrajectoryQueue:
-    queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, **settings)
+async def opened(folder: Path, version: int = 0, **settings: Any) -> LoggedQueue:
+    queue = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, **settings)
     await call(queue, "open", folder, version, {})
     return queue
 
 
-async def step(queue: TrajectoryQueue) -> None:
+async def step(queue: LoggedQueue) -> None:
     """Admit, complete and train one group."""
     ticket = await asyncio.wait_for(queue.queue.admit(), 1)
     assert ticket is not None
@@ -63,10 +64,10 @@ async def test_the_next_queue_of_a_training_loop_that_goes_on_gives_out_only_wha
     lost = await call(queue, "next_batch")  # its answer is lost with the queue
     await call(queue, "settle")
 
-    following = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=4)
+    following = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=4)
     await call(following, "open", tmp_path, 1, {}, given.id + 1)
     assert (await call(following, "next_batch")).id == lost.id  # backlog-9
-    assert bool((following.queue.rows(given.id, 0).rows["values"] == 3).any())  # backlog-10
+    assert bool((following.queue.rows(given.id, 0).rows["values"] == 3).any())  # journal-5
     await call(following, "trained", given.id, 2)
     await call(following, "trained", lost.id, 3)
     assert following.queue.counts()["trained"] == 3
@@ -75,7 +76,7 @@ async def test_the_next_queue_of_a_training_loop_that_goes_on_gives_out_only_wha
 
 async def test_a_column_is_on_disk_before_its_rank_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # backlog-10
+) -> None:  # journal-5
     queue, disk = await opened(tmp_path), threading.Event()
     ticket = await queue.queue.admit()
     assert ticket is not None
@@ -93,7 +94,7 @@ async def test_a_column_is_on_disk_before_its_rank_goes_on(
 
 async def test_the_actor_ends_after_its_steps_and_divides_its_batches(tmp_path: Path) -> None:
     two = replace(SETTINGS, groups_per_step=2, window=4)
-    queue = TrajectoryQueue(two, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=1, minibatches=2)
+    queue = LoggedQueue(two, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=1, minibatches=2)
     await call(queue, "open", tmp_path, 0, {})
     for _ in range(2):
         ticket = await now(queue.queue.admit())
@@ -138,7 +139,7 @@ async def test_what_a_dead_queue_had_not_written_of_published_versions_is_before
     queue.queue.report(group(ticket))
     await call(queue, "next_batch")  # its step is done, but neither its end nor the version are recorded
     await call(queue, "settle")
-    next_queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    next_queue = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
     await call(next_queue, "open", tmp_path, 1, {}, 1, [Published(version=1, digest="d1")])
     batch, digest = await call(next_queue, "replayed", "reader", tmp_path, 0)
     assert (batch.id, digest) == (0, "d1")
@@ -146,7 +147,7 @@ async def test_what_a_dead_queue_had_not_written_of_published_versions_is_before
 
 
 async def test_a_queue_without_a_log_gives_out_batches() -> None:
-    queue = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
+    queue = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0)
     await step(queue)
     assert queue.queue.counts()["trained"] == 1
 
@@ -179,7 +180,7 @@ async def test_the_settings_of_the_trainer_that_goes_on_are_known_when_the_log_b
     queue = await opened(tmp_path, snapshot_every=1)
     await step(queue)
     await call(queue, "settle")
-    resumed = TrajectoryQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, snapshot_every=1)
+    resumed = LoggedQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0, snapshot_every=1)
     await call(resumed, "open", tmp_path, 1, {"lr": 2.0})
     await step(resumed)
     await call(resumed, "settle")
@@ -202,7 +203,7 @@ async def test_once_the_end_of_a_run_has_begun_there_is_no_snapshot_of_what_this
 async def test_a_stalled_disk_is_what_the_next_batch_is_said_to_wait_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_module, "DISK_SECONDS", 0.03)
+    monkeypatch.setattr(logged_queue, "DISK_SECONDS", 0.03)
     queue, disk = await opened(tmp_path), threading.Event()
     await call(queue, "durable")
     ticket = await queue.queue.admit()
@@ -216,7 +217,7 @@ async def test_a_stalled_disk_is_what_the_next_batch_is_said_to_wait_for(
         while (wait := await call(queue, "wait")).disk_file is None:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
     assert wait.disk_file == tmp_path / "000000.log"
-    assert wait.disk_seconds >= queue_module.DISK_SECONDS
+    assert wait.disk_seconds >= logged_queue.DISK_SECONDS
     disk.set()
     assert (await waiting).id == 0
     assert (await call(queue, "wait")).disk_file is None
@@ -231,3 +232,19 @@ def test_a_wait_for_the_disk_names_the_file_and_the_seconds() -> None:
         ticket=4, finished=3, needed=8, rejected=2, failed=1, disk_seconds=44.4, disk_file=Path("log/000003.log")
     )
     assert str(wait) == f"the next batch waits 44 s for the disk to write log/000003.log; {groups}"
+
+
+async def test_a_reader_whose_first_batch_was_not_recorded_gets_it_from_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("goaly.journal.logged_queue.trained_batches", lambda *_, **__: iter(()))
+    handle = SimpleNamespace(id=3)
+    replay = _Replay(
+        tmp_path / "log",
+        GroupQueue(SETTINGS, AdvantageSettings(), dp_ranks=1, pad_token=0),
+        3,
+        {3: SimpleNamespace(handle=handle)},
+    )
+    assert await replay.next() == (handle, None)
+    assert replay.current == 3
+    assert await replay.next() is None
