@@ -36,8 +36,10 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
+from goaly.agents.settings import EndpointSettings
 from goaly.base.telemetry import logs
 from goaly.generate.generator import Generator
+from goaly.generate.policy import Policy
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import GeneratorSettings
@@ -46,8 +48,6 @@ from goaly.models.tiny_model import write_tiny_model
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy
-from goaly.rollout.settings import EndpointSettings
 from tests.vllm_server import vllm_server
 
 CONTEXT = 256

@@ -21,6 +21,7 @@ import torch
 from goaly.backlog.admission import Admission
 from goaly.backlog.batch import Batch, build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.generate.policy import Completion
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.losses.objective import PolicyObjective
@@ -34,7 +35,6 @@ from goaly.prompts.tasks import arithmetic
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import Completion
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import Group, Trajectory
 

@@ -15,8 +15,10 @@ from apps.eval.quiet import hushed
 from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.forwarder import Forwarder
 from goaly.agents.gateway import Endpoint
+from goaly.agents.settings import EndpointSettings
 from goaly.base.errors import ConfigError
 from goaly.generate.engine_loop import EngineLoop
+from goaly.generate.policy import Policy
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
 from goaly.generate.streamed_answer import OnPart
@@ -24,9 +26,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.attempts import Begun, Serve, by_chat, by_episode
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.evaluation_result import Attempt, Solve, Verifier, by_tokens
-from goaly.rollout.policy import Policy
 from goaly.rollout.running import RunningEpisode
-from goaly.rollout.settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from goaly.environments.http_function import HttpFunction
 from goaly.environments.mcp_tools import McpTools
 from goaly.environments.process import Command, Server, ServerProcess
 from goaly.environments.protocol import EnvironmentDied
+from goaly.generate.policy import Completion, Policy
 from goaly.generate.request import Sampling
 from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
-from goaly.rollout.policy import Completion, Policy
 from goaly.run.launch import launch
 from goaly.trajectory import Trajectory
 from tests.loop.agent_over_http import agent

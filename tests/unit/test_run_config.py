@@ -10,6 +10,7 @@ from random_model import write_random_deepseek, write_random_dots, write_random_
 
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
+from goaly.agents.settings import EndpointSettings
 from goaly.base.config import load
 from goaly.base.config.settings import Section
 from goaly.base.errors import ConfigError
@@ -20,7 +21,7 @@ from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.plan.placement import IMPORTS, processes
 from goaly.reward.advantages import ESTIMATORS
-from goaly.rollout.settings import EndpointSettings, RolloutSettings
+from goaly.rollout.settings import RolloutSettings
 from goaly.run.fork_server import FORKED
 from goaly.run.serve_config import ServeConfig
 from goaly.train.settings import ReferenceSettings, TrainerSettings

@@ -11,10 +11,10 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.turn import RecordedTurn
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import ContextFull, Policy
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.tokenizer import beside
-from goaly.rollout.policy import ContextFull, Policy
 from goaly.trajectory import Trajectory
 
 

@@ -12,9 +12,9 @@ import torch
 from goaly.agents.conversation import Conversation
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import sampling_of
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import ASSISTANT, Message
-from goaly.rollout.policy import sampling_of
 from goaly.trajectory import NO_VERSION, Outcome, Trajectory, reward_value, token_data
 
 if TYPE_CHECKING:

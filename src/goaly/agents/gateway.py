@@ -28,8 +28,8 @@ from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.agents.served import EXCHANGE, Exchange, Repeats, ServedSession
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
-from goaly.rollout.policy import Policy
-from goaly.rollout.settings import EndpointSettings
+from goaly.agents.settings import EndpointSettings
+from goaly.generate.policy import Policy
 
 logger = logging.getLogger(__name__)
 

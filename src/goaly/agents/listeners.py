@@ -13,9 +13,9 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
+from goaly.agents.settings import EndpointSettings
 from goaly.base.errors import ConfigError
 from goaly.base.liveness import is_own_user
-from goaly.rollout.settings import EndpointSettings
 
 BACKLOG = 1024
 """Clients that may wait for the server to accept them."""

@@ -26,9 +26,9 @@ from goaly.agents.listeners import is_loopback, listening
 from goaly.agents.refusals import Refusal
 from goaly.agents.served import Repeats, ServedSession, request_digest
 from goaly.agents.session import Session
+from goaly.generate.policy import Policy, TokenSampler
 from goaly.generate.request import Sampling
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy, TokenSampler
 
 KEPT_REQUESTS = 1024
 """Number of the last requests whose retries are not sampled again."""

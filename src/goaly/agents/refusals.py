@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from starlette.responses import JSONResponse
 
 from goaly.agents.session import SessionBusy, SessionExhausted
+from goaly.generate.policy import ImpossibleSampling
 from goaly.generate.request import InvalidRequest
-from goaly.rollout.policy import ImpossibleSampling
 
 HEALTH = "/health"
 """Answers without a key: status 200 once requests can be answered, 503 before."""

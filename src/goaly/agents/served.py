@@ -24,13 +24,13 @@ from goaly.agents.answer_stream import AnswerStream, Piece, Reader
 from goaly.agents.answers import AnswerParser, ToolChoice
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
+from goaly.agents.settings import UntrainedSettings
 from goaly.agents.turn import Continuation, RecordedTurn
 from goaly.base.errors import first_error
+from goaly.generate.policy import Completion, ContextFull, Policy
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 from goaly.prompts.prompt import ASSISTANT, Message
-from goaly.rollout.policy import Completion, ContextFull, Policy
-from goaly.rollout.settings import UntrainedSettings
 
 logger = logging.getLogger(__name__)
 

@@ -17,18 +17,18 @@ Invariants
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from goaly.agents.bridge import bridge, left_out
 from goaly.agents.conversation import PLAIN, Conversation
+from goaly.agents.settings import SessionSettings
 from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import Completion, ContextFull
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer, Room
-from goaly.rollout.policy import Completion, ContextFull
 from goaly.trajectory import Trajectory, reward_value
 
 LIMITS, LAST = "limits", "last"
@@ -55,18 +55,6 @@ class SessionBusy(EpisodeError):
     """As many of the session's requests are under way as may be; a later one can succeed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    """The most that one session may do; None is no limit."""
-
-    turns: int | None = None
-    """Answers in the whole session."""
-    tokens: int | None = None
-    """Sampled tokens in the whole session. Only answers that are sampled at the same time may exceed it."""
-    parallel: int | None = None
-    """Answers that are sampled at the same time."""
-
-
 class Session:
     """Finds the prompt of each request, records the answers, and yields the trajectories."""
 
@@ -77,13 +65,11 @@ class Session:
         prompt_id: str,
         sample_index: int = 0,
         environment: str = "",
-        limits: SessionLimits | None = None,
-        malformed_penalty: float = 0.0,
+        limits: SessionSettings | None = None,
         log: Callable[[Record], None] | None = None,
     ):
-        """A trained turn's process reward is lowered by `malformed_penalty` for each malformed tool call. `log`
-        receives a record of each change, for `replay`."""
-        self.limits = limits or SessionLimits()
+        """`log` receives a record of each change, for `replay`."""
+        self.limits = limits or SessionSettings()
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
         self._sampled_tokens = 0
@@ -97,7 +83,6 @@ class Session:
         self._prompt_id = prompt_id
         self._sample_index = sample_index
         self._environment = environment
-        self._malformed_penalty = malformed_penalty
         self._log = log
         self._refused: set[str] = set()
         """LIMITS if they have refused a request for good, LAST if the last one was refused."""
@@ -361,7 +346,7 @@ class Session:
         self.turns.append(turn)
         if turn.trained:  # such as the first of a shorter chat
             self._refused.discard(LAST)
-        self._credits.append(-self._malformed_penalty * turn.malformed * turn.trained)
+        self._credits.append(-self.limits.malformed_penalty * turn.malformed * turn.trained)
         self._sampled_tokens += len(turn.tokens)
         if turn.parent is not None:
             self._continued.add(turn.parent.number)

@@ -1,13 +1,20 @@
-"""The settings of the agent that a run trains."""
+"""The settings of the agent that a run trains, of its sessions, and of the endpoint that it sends requests to."""
 
 import inspect
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
 
-from goaly.base.config.settings import Section, Settings
+from annotated_types import Ge, Le
+
+from goaly.base.config.settings import NonNegativeFloat, PositiveInt, Section, Settings
 from goaly.base.dotted_path import function_at
 from goaly.prompts.settings import ChatSettings
+
+LAST_PORT = 65535
 
 
 class AgentSettings(Settings):
@@ -74,3 +81,59 @@ def _takes(called: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+class SessionSettings(Settings):
+    """Limits of the agents of one episode; null is no limit."""
+
+    turns: PositiveInt | None = None
+    """Most answers of the policy in the whole episode."""
+    tokens: PositiveInt | None = None
+    """Most tokens that the policy writes in the whole episode. The answer that reaches it ends there."""
+    parallel: PositiveInt | None = None
+    """Most answers that are sampled at the same time; a request above it gets status 429, and clients repeat it."""
+    malformed_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the reward of a turn for each malformed tool call: one that cannot be read, names an unknown
+    tool, or has arguments that are no JSON object."""
+
+
+class UntrainedSettings(Settings):
+    """Requests of agents that are answered and recorded, but not trained: those to which one of these patterns applies.
+    In a pattern `*` is any text, `?` any character."""
+
+    models: tuple[str, ...] = ()
+    """Patterns of the model that a request names, such as `*haiku*` for the small model of Claude Code."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Patterns of the values of HTTP headers, by their names."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Patterns of the values in a request's `metadata`, by their keys."""
+
+    def apply_to(self, model: str | None, headers: Mapping[str, str], metadata: Any) -> bool:
+        """Whether a request with this model, headers and metadata is not trained."""
+        given = metadata if isinstance(metadata, Mapping) else {}
+        named = [(model, pattern) for pattern in self.models]
+        named += [(headers.get(name.lower()), pattern) for name, pattern in self.headers.items()]
+        named += [(given.get(key), pattern) for key, pattern in self.metadata.items()]
+        return any(isinstance(value, str) and fnmatchcase(value, pattern) for value, pattern in named)
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not all(self.models):
+            yield f"{at.models}: must be names or patterns, not empty; '*' is any model"
+        if not all(_HEADER.fullmatch(name) for name in self.headers):
+            yield f"{at.headers}: must have names of HTTP headers, without spaces and colons, as keys"
+        if not all(self.metadata):
+            yield f"{at.metadata}: must have keys of a request's metadata as keys"
+
+
+_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+
+
+class EndpointSettings(Settings):
+    """The HTTP endpoint of each rollout worker, with the APIs of OpenAI and Anthropic."""
+
+    host: str = "127.0.0.1"
+    """Address that it listens on. Keep loopback unless agents run on other machines: traffic is not encrypted."""
+    port: Annotated[int, Ge(0), Le(LAST_PORT)] = 0
+    """Port of the first worker, the next worker has the next one; 0 lets the system choose."""
+    untrained: UntrainedSettings = field(default_factory=UntrainedSettings)
+    """Requests that are not trained, such as those for titles and summaries; the default trains all."""

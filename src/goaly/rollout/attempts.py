@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import RunFailed, cause_of, first_error
+from goaly.generate.policy import ContextFull, PromptFillsContext
 from goaly.generate.request import seed_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.evaluation_result import Attempt, Solution, Solve, Verifier
-from goaly.rollout.policy import ContextFull, PromptFillsContext
 from goaly.rollout.running import Failed, within
 from goaly.trajectory import episode_reward
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from goaly.rollout.policy import ContextFull
+from goaly.generate.policy import ContextFull
 from goaly.rollout.settings import CutOffReward
 from goaly.trajectory import Trajectory, episode_reward
 

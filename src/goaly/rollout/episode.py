@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import Completion, Policy
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
-from goaly.rollout.policy import Completion, Policy
 from goaly.trajectory import (
     ENVIRONMENT,
     EXPERT_CHOICES,

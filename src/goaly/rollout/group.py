@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
-from goaly.agents.session import Session, SessionEnd, SessionLimits
+from goaly.agents.session import Session, SessionEnd
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import CANCELLED, Dropped
@@ -29,6 +29,7 @@ from goaly.base.errors import EpisodeError, cause_of, first_error
 from goaly.base.telemetry.counts import count
 from goaly.base.telemetry.spans import span
 from goaly.environments.protocol import ActionRefused, EnvironmentFailed
+from goaly.generate.policy import ContextFull, Policy, PromptFillsContext
 from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import PASS_REWARD, Prompt
@@ -36,7 +37,6 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.cut_off import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
-from goaly.rollout.policy import ContextFull, Policy, PromptFillsContext
 from goaly.rollout.running import (
     EpisodeTimeout,
     EvaluationFailed,
@@ -256,14 +256,13 @@ class GroupRunner:
 
     def _session(self, prompt: Prompt, running: RunningEpisode) -> Session:
         """The session of an episode. It goes on from the records of an earlier worker, if there are any."""
-        files, name, settings = self.session_files, running.policy.name, self.settings.session
+        files, name = self.session_files, running.policy.name
         is_recorded = files is not None and not running.policy.evaluation
         session = Session(
             self.chat,
             prompt_id=prompt.id,
             sample_index=running.sample_index,
-            limits=SessionLimits(turns=settings.turns, tokens=settings.tokens, parallel=settings.parallel),
-            malformed_penalty=settings.malformed_penalty,
+            limits=self.settings.session,
             log=partial(files.write, name) if is_recorded else None,
         )
         if is_recorded:

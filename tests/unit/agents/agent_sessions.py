@@ -8,10 +8,11 @@ import torch
 from chat_templates import Family
 
 from goaly.agents.session import Session
+from goaly.agents.settings import SessionSettings
 from goaly.agents.turn import Continuation, Record, RecordedTurn
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Completion
 
 Message = Mapping[str, Any]
 MALFORMED = {
@@ -19,6 +20,7 @@ MALFORMED = {
     "an unknown tool": '<tool_call>\n{"name": "subtract", "arguments": {"a": 2}}\n</tool_call>',
     "arguments that are no object": '<tool_call>\n{"name": "add", "arguments": [2]}\n</tool_call>',
 }
+PENALTY = SessionSettings(malformed_penalty=0.25)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("add", "search")

@@ -14,14 +14,14 @@ from chat_templates import qwen3
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.served import Call
-from goaly.agents.session import Session, SessionLimits
+from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
+from goaly.agents.settings import EndpointSettings, SessionSettings
+from goaly.generate.policy import Policy
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Policy
-from goaly.rollout.settings import EndpointSettings
 
 
 class Scripted:
@@ -140,11 +140,10 @@ def serving(
     chat: ChatTokenizer,
     parser: AnswerParser,
     *texts: str,
-    limits: SessionLimits | None = None,
+    limits: SessionSettings | None = None,
     evaluation: bool = False,
     max_context: int = 4096,
     files: SessionFiles | None = None,
-    malformed_penalty: float = 0.0,
 ) -> Iterator[Served]:
     """A session of a policy that gives these answers."""
     scripted = Scripted(chat, *texts)
@@ -153,7 +152,6 @@ def serving(
         chat,
         prompt_id="q1",
         limits=limits,
-        malformed_penalty=malformed_penalty,
         log=files and partial(files.write, policy.name),
     )
     session.replay([] if files is None else files.records(policy.name))

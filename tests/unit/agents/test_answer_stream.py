@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from goaly.agents.answer_stream import AnswerStream, Reader
 from goaly.agents.answers import AnswerParser
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.generate.streamed_answer import AnswerPart
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Completion
 
 WRITTEN = [
     *("<think>\nhm so\n</think>\n\n", "<think>", "</think>", "hm ", "it is 5", "\n\n", " ", "a < b <tool> {x} [y]"),

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from agent_sessions import MALFORMED, TOOLS, Agent
+from agent_sessions import MALFORMED, PENALTY, TOOLS, Agent
 from chat_templates import FAMILIES, chat_of, hermes
 from served_policy import policy_of
 from tokenizers import Tokenizer
 
 from goaly.agents.answers import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
-from goaly.agents.session import Session, SessionExhausted, SessionLimits
+from goaly.agents.session import Session, SessionExhausted
+from goaly.agents.settings import SessionSettings
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import ContextFull
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import ContextFull
 
 TOKEN = re.compile("<[|\uff5c][^>]*[|\uff5c]>")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 2, "b": 3})}}
@@ -46,15 +47,14 @@ class Sampler:
 def chat_with(
     chat: ChatTokenizer,
     *answers: str,
-    limits: SessionLimits | None = None,
-    malformed_penalty: float = 0.0,
+    limits: SessionSettings | None = None,
     max_context: int = 4096,
     **parsers: Any,
 ) -> Any:
     """A chat with a policy that gives these answers, and its sampler."""
     sampler = Sampler(chat, *answers)
     policy = policy_of(chat, sampler, name="e", session="s", sampling=Sampling(max_tokens=100), max_context=max_context)
-    session = Session(chat, prompt_id="q1", limits=limits, malformed_penalty=malformed_penalty)
+    session = Session(chat, prompt_id="q1", limits=limits)
     parser = AnswerParser(chat, ChatSettings(**parsers))
     parser.load()
     return Chat(policy, session, parser, TOOLS), sampler
@@ -69,7 +69,7 @@ async def test_a_malformed_call_is_returned_and_counted_and_costs_reward(
     chats: dict[str, ChatTokenizer], what: str
 ) -> None:
     whole = hermes({"content": "", "tool_calls": [CALL]})
-    chat, _ = chat_with(chats["hermes"], MALFORMED[what], whole, tool_parser="hermes", malformed_penalty=0.25)
+    chat, _ = chat_with(chats["hermes"], MALFORMED[what], whole, tool_parser="hermes", limits=PENALTY)
     said = [user("2+3?")]
     answer = await chat.say(said)
     assert answer.content or answer.tool_calls
@@ -139,7 +139,10 @@ async def test_arguments_that_no_reader_can_take_are_malformed_and_the_chat_goes
     caller: ChatTokenizer, parser: str, what: str
 ) -> None:
     arguments = HOSTILE[what][len('{"a": ') : -1] if parser == "qwen3_coder" else HOSTILE[what]
-    answers, facts = (IN_THE_WAY_OF[parser] % arguments, "sorry"), {"max_context": 1 << 14, "malformed_penalty": 0.25}
+    answers, facts = (
+        (IN_THE_WAY_OF[parser] % arguments, "sorry"),
+        {"max_context": 1 << 14, "limits": PENALTY},
+    )
     chat, _ = chat_with(caller, *answers, tool_parser=parser, **facts)
     said, tools = [user("2+3?")], [{"type": "function", "function": {"name": "add", "parameters": TAKES_A_LIST}}]
     answer = await chat.say(said, tools)
@@ -154,7 +157,7 @@ async def test_arguments_that_no_reader_can_take_are_malformed_and_the_chat_goes
 
 
 def test_the_penalty_of_a_malformed_call_is_there_again_after_a_replay(agent: Callable[..., Agent]) -> None:
-    one = agent("hermes", malformed_penalty=0.25)
+    one = agent("hermes", limits=PENALTY)
     place = one.session.extend([user("2+3?").as_dict()])
     completion = one.completion(place.prompt, [5, 6])
     one.session.record(place, completion, {"role": "assistant", "content": "nothing"}, malformed=2)
@@ -260,7 +263,7 @@ async def test_an_answer_of_the_sampled_tools_names_them_in_the_prompt(chats: di
 
 
 async def test_an_answer_ends_at_the_limit_of_its_sessions_tokens(chats: dict[str, ChatTokenizer]) -> None:
-    chat, sampler = chat_with(chats["chatml"], "abc", "abcdefghijkl", limits=SessionLimits(tokens=12))
+    chat, sampler = chat_with(chats["chatml"], "abc", "abcdefghijkl", limits=SessionSettings(tokens=12))
     said = [user("a")]
     first = await chat.say(said)
     await chat.say([*said, first, user("b")], max_tokens=50)
@@ -294,7 +297,7 @@ async def test_a_message_with_half_a_character_is_refused_by_name_and_the_chat_g
 
 
 async def test_limits_and_mistakes_are_told(chats: dict[str, ChatTokenizer]) -> None:
-    chat, _ = chat_with(chats["chatml"], "one", limits=SessionLimits(turns=1))
+    chat, _ = chat_with(chats["chatml"], "one", limits=SessionSettings(turns=1))
     with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):
         chat.credited(Message(role="assistant", content="one"), 1.0)
     await chat.say([user("a")])

@@ -17,6 +17,7 @@ from test_session_ends import PROMPT, TICKET, Runs
 from apps.agent import own
 from goaly.agents.answers import AnswerParser
 from goaly.agents.session import SessionExhausted
+from goaly.agents.settings import SessionSettings
 from goaly.backlog.batch import Batch, build_batch, check_group
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config.check import check
@@ -29,7 +30,7 @@ from goaly.reward.failures import Unscored
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.cut_off import lowered, settled
 from goaly.rollout.episode import EpisodeContext
-from goaly.rollout.settings import CutOffReward, RolloutSettings, SessionSettings
+from goaly.rollout.settings import CutOffReward, RolloutSettings
 from goaly.trajectory import Group, Outcome, Trajectory
 from tests import virtual_time
 from tests.unit.trajectories import sampled

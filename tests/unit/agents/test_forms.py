@@ -15,10 +15,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from goaly.agents.answers import AnswerParser
 from goaly.agents.conversation import Conversation
 from goaly.generate.grammars import refuse_slow
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.policy import Completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}

@@ -14,16 +14,15 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agent_sessions import MALFORMED, TOOLS
+from agent_sessions import MALFORMED, PENALTY, TOOLS
 from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
 
 from goaly.agents.gateway import REOPEN_SECONDS, Gateway
 from goaly.agents.refusals import Refusal
-from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles, forget_group, forget_sessions
+from goaly.agents.settings import EndpointSettings, SessionSettings, UntrainedSettings
 from goaly.generate.request import seed_of
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings, UntrainedSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON = {"content-type": "application/json"}
@@ -277,15 +276,15 @@ async def test_the_listed_model_has_the_context_of_the_session_and_not_the_longe
 
 
 async def test_limits_are_errors_that_clients_know(serve: Serve) -> None:
-    with serve(limits=SessionLimits(turns=1)) as served:
+    with serve(limits=SessionSettings(turns=1)) as served:
         client = of_openai(served, max_retries=0)
         await client.chat.completions.create(model="m", messages=[QUESTION])
         with pytest.raises(openai.BadRequestError, match="the limit is 1") as error:
             await client.chat.completions.create(model="m", messages=[QUESTION], stream=True)
         assert error.value.code == "session_exhausted"
-    with serve(limits=SessionLimits(parallel=1)) as served, pytest.raises(openai.RateLimitError):
+    with serve(limits=SessionSettings(parallel=1)) as served, pytest.raises(openai.RateLimitError):
         await of_openai(served, max_retries=0).chat.completions.create(model="m", messages=[QUESTION], n=2)
-    with serve(limits=SessionLimits(tokens=4)) as served:
+    with serve(limits=SessionSettings(tokens=4)) as served:
         made = await of_openai(served).chat.completions.create(model="m", messages=[QUESTION])
         assert (made.choices[0].finish_reason, made.usage.completion_tokens) == ("length", 4)
 
@@ -359,7 +358,7 @@ async def test_requests_that_a_rule_names_are_answered_and_recorded_but_not_trai
     asked: Any = {"messages": [QUESTION], "temperature": 0.5, "max_tokens": 50}
     by_metadata, by_header = {"metadata": {"purpose": "summary1"}}, {"extra_headers": {"x-purpose": "title"}}
     async with started(chats["qwen3"], settings=EndpointSettings(untrained=untrained)) as (gateway, parser):
-        with serving(gateway, chats["qwen3"], parser, MALFORMED["an unknown tool"], malformed_penalty=1.0) as served:
+        with serving(gateway, chats["qwen3"], parser, MALFORMED["an unknown tool"], limits=PENALTY) as served:
             openai_client, claude = of_openai(served), of_anthropic(served).messages
             chat, texts = openai_client.chat.completions.create, openai_client.completions.create
             responses: Any = partial(openai_client.responses.create, input="hi", temperature=0.5)

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from goaly.agents.listeners import Listeners, listener_of, listening
+from goaly.agents.settings import EndpointSettings
 from goaly.base.errors import ConfigError
-from goaly.rollout.settings import EndpointSettings
 from goaly.run.process_agent import lasting_port
 
 pytestmark = pytest.mark.asyncio
@@ -86,7 +86,7 @@ async def test_the_address_is_free_when_the_controller_was_killed() -> None:
     code = (
         "import asyncio, os, signal\n"
         "from goaly.agents.listeners import Listeners\n"
-        "from goaly.rollout.settings import EndpointSettings\n"
+        "from goaly.agents.settings import EndpointSettings\n"
         "async def main():\n"
         "    listeners = Listeners(EndpointSettings(), 1)\n"
         "    print(listeners._sockets[0].getsockname()[1], listeners.names[0][1:], flush=True)\n"

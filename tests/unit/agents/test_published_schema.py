@@ -29,10 +29,9 @@ from served_policy import Served, serving
 from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Gateway
 from goaly.agents.parameters import NEUTRAL_REQUEST
-from goaly.agents.session import SessionLimits
+from goaly.agents.settings import EndpointSettings, SessionSettings
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.settings import EndpointSettings
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 REQUESTS = int(os.environ.get("GOALY_STORM_REQUESTS", "300"))
@@ -97,7 +96,7 @@ async def test_the_schema_has_no_parameter_that_is_refused(schema: dict[str, Any
 async def test_any_request_gets_an_answer_below_500_and_no_session_is_lost(
     endpoint: tuple[Gateway, ChatTokenizer, AnswerParser], schema: dict[str, Any]
 ) -> None:
-    limits = SessionLimits(parallel=16)
+    limits = SessionSettings(parallel=16)
     logging.disable(logging.ERROR)  # vLLM's: a traceback for each request that it refuses
     with serving(*endpoint) as idle, serving(*endpoint, limits=limits) as one, serving(*endpoint) as other:
         client = openai.AsyncOpenAI(base_url=idle.endpoint.base_url, api_key=idle.endpoint.api_key)

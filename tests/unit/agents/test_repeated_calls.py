@@ -16,8 +16,8 @@ from goaly.agents import session_files
 from goaly.agents.answers import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
 from goaly.agents.served import Ask, Repeats
-from goaly.agents.session import SessionLimits
 from goaly.agents.session_files import SessionFiles
+from goaly.agents.settings import SessionSettings
 from goaly.base.errors import AnswerBroken
 from goaly.generate.request import Sampling
 from goaly.prompts.settings import ChatSettings
@@ -125,7 +125,7 @@ async def test_equal_requests_whose_answers_were_lost_get_one_each(
 
 
 async def test_a_retry_of_a_refused_request_does_not_get_the_answer_of_an_equal_one(serve: Serve) -> None:  # agents-6
-    with serve(wrote("one", "x"), wrote("two", "x"), limits=SessionLimits(parallel=1)) as served:
+    with serve(wrote("one", "x"), wrote("two", "x"), limits=SessionSettings(parallel=1)) as served:
         served.scripted.go_on = asyncio.Event()
         ask = of_openai(served, max_retries=0).chat.completions.create
         first = asyncio.create_task(ask(model="m", messages=[QUESTION]))

@@ -7,10 +7,11 @@ import torch
 from agent_sessions import TOOLS, Agent, assistant, system, tool, user
 from chat_templates import FAMILIES, chat_of
 
-from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted, SessionLimits
+from goaly.agents.session import SessionBusy, SessionEnd, SessionExhausted
+from goaly.agents.settings import SessionSettings
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import ContextFull
 from goaly.generate.request import Finish
-from goaly.rollout.policy import ContextFull
 from goaly.trajectory import EXPERT_CHOICES, Outcome
 
 
@@ -302,7 +303,7 @@ def test_a_retry_finds_its_turn_and_a_key_is_used_once(agent):
 
 
 def test_limits_count_what_is_recorded_and_under_way(agent):
-    a = agent(limits=SessionLimits(turns=3, parallel=2))
+    a = agent(limits=SessionSettings(turns=3, parallel=2))
     a.say([user("a")], assistant("b"))
     with a.session.sampling(answers=2), pytest.raises(SessionExhausted, match="the limit is 3"), a.session.sampling():
         pass
@@ -310,7 +311,7 @@ def test_limits_count_what_is_recorded_and_under_way(agent):
         pass
     with a.session.sampling():
         pass
-    a = agent(limits=SessionLimits(turns=9, parallel=2))
+    a = agent(limits=SessionSettings(turns=9, parallel=2))
     with a.session.sampling(), pytest.raises(SessionBusy), a.session.sampling(answers=2):
         pass
     for _ in range(3):
@@ -319,7 +320,7 @@ def test_limits_count_what_is_recorded_and_under_way(agent):
 
 
 def test_the_limit_of_tokens_is_that_of_the_whole_session(agent):
-    a = agent(limits=SessionLimits(tokens=4))
+    a = agent(limits=SessionSettings(tokens=4))
     a.say([user("a")], assistant("b"), tokens=[60, 61, 62])
     with a.session.sampling():
         a.say([user("c")], assistant("d"), tokens=[60])
@@ -381,7 +382,7 @@ def test_messages_that_render_as_nothing_are_the_clients_error(tmp_path):
 
 
 def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_succeeds(agent):  # agents-4
-    one = agent(limits=SessionLimits(turns=2))
+    one = agent(limits=SessionSettings(turns=2))
     one.say([user("a")], assistant("b"))
     with pytest.raises(ContextFull), one.session.sampling():
         raise ContextFull("full")
@@ -397,7 +398,7 @@ def test_what_was_refused_is_known_to_a_replayed_session_until_a_shorter_chat_su
 
 
 def test_more_answers_at_once_than_are_left_use_the_session_up_until_fewer_are_asked_for(agent):
-    one = agent(limits=SessionLimits(turns=2))
+    one = agent(limits=SessionSettings(turns=2))
     with pytest.raises(SessionExhausted), one.session.sampling(answers=3):
         pass
     assert one.session.exhausted

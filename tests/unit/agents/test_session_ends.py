@@ -21,10 +21,12 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session, SessionBusy, SessionExhausted
 from goaly.agents.session_files import SessionFiles
+from goaly.agents.settings import EndpointSettings, SessionSettings
 from goaly.backlog.admission import Ticket
 from goaly.backlog.ledger import Dropped
 from goaly.environments.limits import LimitedEnvironment
 from goaly.environments.protocol import EnvironmentDied, Observation, StepResult
+from goaly.generate.policy import ContextFull
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
@@ -34,8 +36,7 @@ from goaly.rollout import failed_episodes
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.group import GroupRunner
-from goaly.rollout.policy import ContextFull
-from goaly.rollout.settings import EndpointSettings, RolloutSettings, SessionSettings
+from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory
 from tests import virtual_time
 

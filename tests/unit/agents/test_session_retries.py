@@ -13,6 +13,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import SessionExhausted
 from goaly.agents.session_files import SessionFiles
+from goaly.agents.settings import EndpointSettings
 from goaly.backlog.ledger import Dropped
 from goaly.environments.protocol import EnvironmentDied
 from goaly.prompts.prompt import Prompt
@@ -20,7 +21,6 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.verifier_process import VerifierError
 from goaly.rollout.episode import EpisodeContext
-from goaly.rollout.settings import EndpointSettings
 from goaly.trajectory import Group
 
 GONE = EnvironmentDied("it was killed")

@@ -3,13 +3,13 @@
 import torch
 
 from bench import controls
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward import advantages
 from goaly.reward.advantages import Scored
 from goaly.reward.estimate import scored
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import Completion
 from goaly.trajectory import Group, Trajectory
 
 REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]

@@ -14,13 +14,13 @@ from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import to_yaml
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.journal.records import Drawn, Record
 from goaly.journal.run_log import RunLog, RunState, delete_before
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings
-from goaly.rollout.policy import Completion
 from goaly.trajectory import ENVIRONMENT, POLICY, PROMPT, Group, Outcome, Trajectory, Turn, token_data
 
 BACKLOG = BacklogSettings(groups_per_step=2, group_size=2, max_staleness=4, window=4, row_length=512)

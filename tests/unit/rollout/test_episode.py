@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Prompt
 from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import Completion
 from goaly.trajectory import Group, Outcome, Trajectory, Turn
 
 PROMPT = Prompt(id="q1", source="test", messages=())

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import ContextFull, Policy
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import NEUTRAL, SamplingSettings
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import Episode
-from goaly.rollout.policy import ContextFull, Policy
 
 RUN = Sampling.of(SamplingSettings(temperature=0.7, max_tokens=20, stop=["\n\n"]), [1, 2])
 CHANGES = {
