@@ -89,9 +89,7 @@ def _resumption(run_dir: Path, settings: list[str]) -> list[str]:
 
 def accounts(run_dir: Path) -> dict[str, int]:
     """The counts of prompts and tickets, from the log."""
-    from goaly.backlog.admission import Ticket
-    from goaly.backlog.events import Trained
-    from goaly.backlog.ledger import Dropped
+    from goaly.backlog.events import Dropped, Ticket, Trained
     from goaly.journal.records import Drawn
     from goaly.journal.run_log import records
     from goaly.plan.config import config_of

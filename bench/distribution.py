@@ -23,8 +23,8 @@ import torch
 
 from bench.chart import line_chart
 from bench.report import options
-from goaly.backlog.admission import Ticket
 from goaly.backlog.distribution import Distance
+from goaly.backlog.events import Ticket
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.reward.settings import AdvantageSettings

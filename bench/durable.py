@@ -128,7 +128,7 @@ def of_checkpoints(folder: Path, dim: int, layers: int, rounds: int) -> dict[str
     from goaly.train.engine import TrainEngine
     from goaly.train.saved_state import StagedState
     from goaly.train.settings import TrainerSettings
-    from goaly.weights.sharding import local
+    from goaly.weights.dtensor_layout import local
 
     torch.set_num_threads(1)
     write_tiny_model(

@@ -6,7 +6,7 @@ The parts are those of a run: admission's arithmetic, prompts, vLLM's engine, ve
 losses and the training engine. Only the actors around them are not there.
 
 Invariants
-    LA-1  Every token of step k is drawn by version `Admission.min_version` of the step's first group.
+    LA-1  Every token of step k is drawn by version `StalenessBound.min_version` of the step's first group.
     LA-2  Nothing depends on the machine's speed, nor on the runs that came before.
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from goaly.backlog.admission import Admission
 from goaly.backlog.batch import Batch, build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.backlog.staleness import StalenessBound
 from goaly.generate.policy import Completion
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
@@ -143,7 +143,7 @@ class Laboratory:
     def _tickets_by_version(self, max_staleness: int) -> dict[int, list[int]]:
         """The tickets, in order, by the oldest version that may sample them (LA-1)."""
         settings = self._settings
-        admission = Admission(settings.groups_per_step, max_staleness, settings.steps)
+        admission = StalenessBound(settings.groups_per_step, max_staleness, settings.steps)
         tickets: dict[int, list[int]] = defaultdict(list)
         for ticket in range(settings.steps * settings.groups_per_step):
             tickets[admission.min_version(ticket)].append(ticket)

@@ -241,8 +241,8 @@ def _pass(
     from goaly.train.engine import TrainEngine
     from goaly.train.rank import join_process_group
     from goaly.weights.buckets import cut
+    from goaly.weights.dtensor_layout import layout_of, local
     from goaly.weights.layout import in_dtype
-    from goaly.weights.sharding import layout_of, local
     from goaly.weights.shared_memory import Ring
 
     join_process_group(1, settings.ranks)

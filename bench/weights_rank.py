@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, ones
 
 from goaly.models.decoder import Parameter
+from goaly.weights.dtensor_layout import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import local
 from goaly.weights.subscriber import Subscriber
 
 CHUNK, IN_FLIGHT = 8 << 20, 4

@@ -16,7 +16,7 @@ from goaly.generate.request import Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.weights.sharding import local
+from goaly.weights.dtensor_layout import local
 
 GIB = 1 << 30
 SHARED = 4

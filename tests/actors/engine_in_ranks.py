@@ -27,8 +27,8 @@ def sampled(engine: Any, prompts: list[list[int]], *, max_tokens: int) -> list[S
 
 def load(engine: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Put the rank's parts of these weights into the engine, as version 1."""
+    from goaly.weights.dtensor_layout import layout_of, local
     from goaly.weights.layout import region, view
-    from goaly.weights.sharding import layout_of, local
 
     live = engine.named_tensors()
     assert live.keys() == weights.keys()

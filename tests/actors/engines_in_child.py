@@ -342,9 +342,10 @@ def native_updates() -> str:
 
 def native_with(which: int) -> list[Sample]:
     """Samples of vLLM's own model, which another folder's weights were put in, as a subscriber puts them."""
+    from goaly.weights.dtensor_layout import layout_of
     from goaly.weights.fetched_weights import FetchedWeights
-    from goaly.weights.layout import plan, region, view
-    from goaly.weights.sharding import layout_of
+    from goaly.weights.layout import region, view
+    from goaly.weights.reshard_plan import plan
 
     engine, published = engines.native, engines.weights[which]
     destination = FetchedWeights(engine.named_tensors(), engine.live_tensors(), engine.naming())

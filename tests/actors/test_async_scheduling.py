@@ -124,7 +124,7 @@ def in_each_rank(rank: int, port: int, folder: Path, out: Path) -> None:
     """Sample while an update comes after one step and after two in turn, and write the samples to a file."""
     become_rank(rank, 2, port)
     from goaly.generate.engine import Engine
-    from goaly.weights.sharding import local
+    from goaly.weights.dtensor_layout import local
     from tests.actors.async_on_cpu import allow_async_scheduling
 
     allow_async_scheduling()

@@ -48,7 +48,7 @@ def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str
     become_rank(rank, degrees.get("tp", 1), port)
     from goaly.generate.engine import Engine
     from goaly.models.definition import model_spec
-    from goaly.weights.sharding import local
+    from goaly.weights.dtensor_layout import local
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=32, **degrees)
     engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)

@@ -14,10 +14,10 @@ from spawned import spawn
 
 from goaly.base.errors import WeightsError, WritersGone
 from goaly.base.liveness import process_mark
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import Layout
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import layout_of
 from goaly.weights.store import StoreState, WeightStore
 from goaly.weights.subscriber import Subscriber
 

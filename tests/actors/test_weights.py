@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from goaly.weights import torchstore
+from goaly.weights.dtensor_layout import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import local
 from goaly.weights.store import WeightStore
 from goaly.weights.subscriber import Subscriber
 from tests.program import ended

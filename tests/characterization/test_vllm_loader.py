@@ -15,9 +15,10 @@ from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.plan.replica import replica_memory
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.fetched_weights import FetchedWeights
-from goaly.weights.layout import plan, region, view
-from goaly.weights.sharding import layout_of
+from goaly.weights.layout import region, view
+from goaly.weights.reshard_plan import plan
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -15,7 +15,7 @@ from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.base.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy_losses import LOSSES
 from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig

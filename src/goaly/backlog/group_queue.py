@@ -23,20 +23,20 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from goaly.backlog.admission import Admission, Ticket
 from goaly.backlog.batch import Batch, BatchHandle, add_column, annotation, build_batch, check_group
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
-from goaly.backlog.events import Annotated, Event, Formed, Trained
-from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics
-from goaly.backlog.ledger import Dropped, Ledger, State
+from goaly.backlog.events import Annotated, Dropped, Event, Formed, Ticket, Trained
+from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics, QueueWaits
+from goaly.backlog.ledger import Ledger, State
 from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
-from goaly.backlog.waits import QueueWaits, Wait
+from goaly.backlog.staleness import StalenessBound
 from goaly.base.errors import RunFailed
 from goaly.prompts.curriculum import Passes
 from goaly.reward.settings import AdvantageSettings
@@ -47,6 +47,34 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Event)
 
 RUN_ENDED = "the run ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The groups, or the disk, that the next batch waits for."""
+
+    ticket: int | None
+    """The oldest running group, which holds the window back; None if no group is running."""
+    finished: int
+    """Complete groups that are not in a batch yet."""
+    needed: int
+    """Groups in a batch."""
+    rejected: int
+    """Groups rejected so far."""
+    failed: int
+    """Groups that failed so far."""
+    disk_seconds: float = 0.0
+    """Seconds that it has waited for the disk."""
+    disk_file: Path | None = None
+    """The file of the run's log that the disk has not written; None if it does not wait for the disk."""
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        disk = ""
+        if self.disk_file is not None:
+            disk = f"the next batch waits {self.disk_seconds:.0f} s for the disk to write {self.disk_file}; "
+        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
+        return f"{disk}{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class GroupQueue:
@@ -70,7 +98,7 @@ class GroupQueue:
         self._dp_ranks = dp_ranks
         self._pad_token = pad_token
         self._minibatches = minibatches
-        self._admission = Admission(settings.groups_per_step, settings.max_staleness, steps)
+        self._staleness = StalenessBound(settings.groups_per_step, settings.max_staleness, steps)
         self._order = Order.of(settings)
         self._ledger = Ledger()
         self._distribution = LengthDistribution(settings)
@@ -311,10 +339,10 @@ class GroupQueue:
         return event
 
     def _may_admit(self) -> bool:
-        return self._admission.is_open(self._ledger.live, self._policy_version)
+        return self._staleness.admits(self._ledger.live, self._policy_version)
 
     def _admit(self) -> Ticket:
-        min_version = self._admission.min_version(self._ledger.live)
+        min_version = self._staleness.min_version(self._ledger.live)
         ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
         self._order.admit(ticket.index)
         self._distribution.admit(ticket.index)

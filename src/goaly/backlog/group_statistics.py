@@ -6,14 +6,16 @@ Dynamic sampling ends the run if more than `max_no_signal_share` of the groups f
 steps' worth have no signal.
 """
 
+import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.events import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import RunFailed
+from goaly.base.telemetry import spans
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import PASS_REWARD
 from goaly.trajectory import Group
@@ -92,3 +94,24 @@ class GroupStatistics:
         self._recent.extend(state["recent"])
         self._passes = {source: Passes(**passes) for source, passes in state["passes"].items()}
         self._counts = Counter(state["counts"])
+
+
+class QueueWaits:
+    """Measures how long groups wait in the queue for their batch."""
+
+    def __init__(self) -> None:
+        self._queued_ns: dict[int, int] = {}
+
+    def begin(self, tickets: Iterable[int]) -> None:
+        """The groups of these tickets wait from now on."""
+        self._queued_ns |= dict.fromkeys(tickets, time.time_ns())
+
+    def end(self, tickets: Sequence[int]) -> dict[str, float]:
+        """Metrics of a batch of these groups, which no longer wait."""
+        now = time.time_ns()
+        waits = []
+        for ticket in tickets:
+            queued = self._queued_ns.pop(ticket)
+            spans.record("queue_wait", queued, now, ticket=ticket)
+            waits.append((now - queued) / 1e9)
+        return {"queue/wait_seconds_mean": sum(waits) / len(waits), "queue/wait_seconds_max": max(waits)}

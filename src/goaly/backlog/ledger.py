@@ -9,13 +9,8 @@ Invariant
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-
-CANCELLED = "cancelled"
-"""The reason of a group that its script or the end of the run cancelled."""
 
 
 class State(StrEnum):
@@ -36,28 +31,6 @@ class State(StrEnum):
     def ended(self) -> bool:
         """Whether this state is final."""
         return self in (State.TRAINED, State.REJECTED, State.FAILED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """The end of a ticket that is not trained."""
-
-    ticket: int
-    state: State
-    """REJECTED or FAILED."""
-    why: str
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Counts of its episodes, as in `Group.counts`."""
-
-    @classmethod
-    def rejected(cls, ticket: int, why: str, counts: Mapping[str, int] | None = None) -> "Dropped":
-        """The ticket is left out on purpose."""
-        return cls(ticket=ticket, state=State.REJECTED, why=why, counts=counts or {})
-
-    @classmethod
-    def failed(cls, ticket: int, why: str, counts: Mapping[str, int] | None = None) -> "Dropped":
-        """Something broke."""
-        return cls(ticket=ticket, state=State.FAILED, why=why, counts=counts or {})
 
 
 _NEXT = {

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from goaly.agents.session import Session
-from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import Batch, column_of_samples
-from goaly.backlog.events import Formed, Trained
+from goaly.backlog.events import Dropped, Formed, Ticket, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import NO_SIGNAL
-from goaly.backlog.ledger import Dropped, State
+from goaly.backlog.ledger import State
 from goaly.base.errors import CorruptLog
 from goaly.journal.log import segment_starts
 from goaly.journal.records import Drawn, Snapshot

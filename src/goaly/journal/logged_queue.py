@@ -17,10 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from goaly.backlog.batch import Batch, BatchHandle
-from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_queue import GroupQueue, Wait
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
-from goaly.backlog.waits import Wait
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.journal.records import Drawn, Published, Record, Resumed

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from goaly.backlog.batch import BatchHandle
-from goaly.backlog.events import Annotated, Formed, Trained
+from goaly.backlog.events import Annotated, Dropped, Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.ledger import Dropped
 from goaly.base.errors import CorruptLog, RunFailed
 from goaly.journal.log import Frame, Position, begin_at, frames, segment_starts
 from goaly.journal.log_writer import SEGMENT_BYTES, LogWriter

@@ -35,7 +35,7 @@ import torch
 from goaly.base.errors import SchemaError
 from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import divergence, k3
-from goaly.losses.policy import LOSSES, Aggregation, traits
+from goaly.losses.policy_losses import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens, sequence_count, sequence_sum
 from goaly.trajectory import TRUNCATED, PackedRows

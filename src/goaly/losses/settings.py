@@ -87,7 +87,7 @@ class LossSettings(Settings):
     1e-3, say) if the entropy falls before rewards have risen."""
 
     def _problems(self, at: Section) -> Iterator[str]:
-        from goaly.losses.policy import LOSSES, traits  # imports torch, which `--help` does not need
+        from goaly.losses.policy_losses import LOSSES, traits  # imports torch, which `--help` does not need
 
         yield from LOSSES.problems(str(at), self.name, self.options)
         aggregation = self.aggregation or traits(self.name).aggregation

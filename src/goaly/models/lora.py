@@ -38,7 +38,7 @@ from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
 from goaly.numerics.cpu_layers import lean_linear
 from goaly.weights.digest import Digest
-from goaly.weights.sharding import copy_whole
+from goaly.weights.dtensor_layout import copy_whole
 
 A, B = "_lora_a", "_lora_b"
 BASE = "base_digest"

@@ -182,7 +182,7 @@ class RunConfig(Settings):
 
     def _idle_problems(self, at: Section) -> Iterator[str]:
         """One line for each setting that has no effect."""
-        from goaly.losses.policy import traits  # imports torch, which `--help` does not need
+        from goaly.losses.policy_losses import traits  # imports torch, which `--help` does not need
 
         loss, advantages = self.loss, self.advantages
         oldest = None if self.backlog.problems("") else self.backlog.max_age

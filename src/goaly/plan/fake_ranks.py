@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from goaly.base.errors import portable
-from goaly.weights.sharding import shards_of
+from goaly.weights.dtensor_layout import shards_of
 
 MODULES = ["goaly.train.engine", "goaly.numerics.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
 """The imports of fake ranks, which one process does for all."""

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from goaly.models.decoder import Parameter
+from goaly.weights.dtensor_layout import shards_of
 from goaly.weights.layout import Extent, Layout
-from goaly.weights.sharding import shards_of
 
 MeshPlacements = tuple[tuple[int, int, int], tuple[Placement, ...]]
 """The sizes of a mesh's axes, and a placement on each."""

@@ -25,7 +25,8 @@ from goaly.base.errors import ConfigError
 from goaly.models.catalog import MODELS
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.buckets import cut, distinct, needs_of
-from goaly.weights.layout import Copy, Layout, plan, share
+from goaly.weights.layout import Layout
+from goaly.weights.reshard_plan import Copy, plan, share
 from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -23,8 +23,7 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.session import Session, SessionEnd
 from goaly.agents.session_files import SessionFiles
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.backlog.events import CANCELLED, Dropped, Ticket
 from goaly.base.errors import EpisodeError, cause_of, first_error
 from goaly.base.telemetry.counts import count
 from goaly.base.telemetry.spans import span

@@ -23,8 +23,7 @@ from monarch.actor import Actor
 
 from goaly.agents.answers import AnswerParser
 from goaly.agents.session_files import SessionFiles
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import CANCELLED, Dropped
+from goaly.backlog.events import CANCELLED, Dropped, Ticket
 from goaly.base.actors import NamedTasks, answer_of, concurrent_endpoint
 from goaly.base.dotted_path import function_at
 from goaly.base.errors import EpisodeError

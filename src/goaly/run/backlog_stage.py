@@ -5,10 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.backlog.admission import Ticket
 from goaly.backlog.batch import BatchHandle
+from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.group_queue import Wait
-from goaly.backlog.ledger import Dropped
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
 from goaly.journal.logged_queue import LoggedQueue

@@ -7,7 +7,7 @@ run-10: A resumed run asks the prompts that the run would have asked, each of th
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Ticket
 from goaly.journal.records import Drawn
 from goaly.journal.run_log import Recovered
 from goaly.prompts.curriculum import Passes

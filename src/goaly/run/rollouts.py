@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from goaly.agents.session_files import forget_group
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import CANCELLED
+from goaly.backlog.events import CANCELLED, Ticket
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed, first_error, root_cause
 from goaly.generate.connection import POISON_DEATHS

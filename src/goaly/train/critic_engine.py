@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
-from goaly.losses.value import ValueLoss, explained
+from goaly.losses.value_loss import ValueLoss, explained
 from goaly.models.settings import ModelSettings
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from goaly.weights.sharding import local
+from goaly.weights.dtensor_layout import local
 
 
 class EarlierPolicies:

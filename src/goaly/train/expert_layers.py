@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from goaly.train.microbatch import Microbatch
 from goaly.train.pipeline import Stage
-from goaly.weights.sharding import local
+from goaly.weights.dtensor_layout import local
 
 
 class ExpertLayers:

@@ -39,7 +39,7 @@ from goaly.train.parallel import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
-from goaly.weights.sharding import local
+from goaly.weights.dtensor_layout import local
 
 if TYPE_CHECKING:
     from goaly.weights.digest import Digest

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from goaly.train.model_engine import ModelEngine
 from goaly.weights.digest import several_ranks
+from goaly.weights.dtensor_layout import layout_of, local
 from goaly.weights.layout import Layout, region
-from goaly.weights.sharding import layout_of, local
 
 SHOWN = 3
 """Names that an error shows."""

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from goaly.base.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Rectangle, Shard, share, tile, view
-from goaly.weights.sharding import gpu_of, layout_of, local
+from goaly.weights.dtensor_layout import gpu_of, layout_of, local
+from goaly.weights.layout import Extent, Layout, Rectangle, Shard, tile, view
+from goaly.weights.reshard_plan import share
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22

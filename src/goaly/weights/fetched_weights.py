@@ -12,10 +12,10 @@ import torch
 
 from goaly.weights.buckets import Needs, needs_of
 from goaly.weights.digest import same
+from goaly.weights.dtensor_layout import check_filled, layout_of, owner
 from goaly.weights.layout import Layout, view
 from goaly.weights.naming import Naming, renamed
 from goaly.weights.settings import HEADROOM
-from goaly.weights.sharding import check_filled, layout_of, owner
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from goaly.base.liveness import PULSE_SECONDS
 from goaly.base.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.digest import digest_of
+from goaly.weights.dtensor_layout import gpu_of, layout_of, local
 from goaly.weights.layout import in_dtype, view
 from goaly.weights.naming import Naming, renamed
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import gpu_of, layout_of, local
 from goaly.weights.slots import SHARED, Slots
 from goaly.weights.store import JoinedWriter, WeightStore
 from goaly.weights.store_client import SharedTask, StoreClient

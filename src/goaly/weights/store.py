@@ -23,12 +23,13 @@ from goaly.base.actors import concurrent_endpoint
 from goaly.base.errors import WeightsError
 from goaly.base.liveness import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
-from goaly.weights.layout import Layout, share
+from goaly.weights.layout import Layout
+from goaly.weights.reshard_plan import share
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import SegmentHandle
 from goaly.weights.slots import Source
 from goaly.weights.transport import needs_remote, reads_whole_buckets
-from goaly.weights.versions import Digests, Lease, Staged, StoreState, VersionLedger
+from goaly.weights.versions import Digests, Lease, Staged, StoreState, Versions
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class WeightStore(Actor):
         self._group = uuid.uuid4().hex
         """The name of the present group of writers, as in `Lease`."""
         self._changed = asyncio.Event()
-        self._ledger = VersionLedger(slots=self._slots)
+        self._versions = Versions(slots=self._slots)
         self._writers: dict[int, _Writer] = {}
         self._shared: tuple[Layout, ...] = ()
         self._needs: list[tuple[Needs, ...]] = []
@@ -103,9 +104,9 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def join_writer(self, rank: int, world: int, layout: Layout, process: ProcessMark) -> JoinedWriter:
         """Add a trainer rank; returns once all have joined, with the share of its shards that it stages."""
-        self._ledger.writers = self._ledger.writers or world
-        if not 0 <= rank < world or world != self._ledger.writers:
-            raise WeightsError(f"writer rank {rank} of {world} joins a group of {self._ledger.writers}")
+        self._versions.writers = self._versions.writers or world
+        if not 0 <= rank < world or world != self._versions.writers:
+            raise WeightsError(f"writer rank {rank} of {world} joins a group of {self._versions.writers}")
         known = self._writers.get(rank)
         if known is not None and known.process != process:
             if not self._replaces_writers:
@@ -115,7 +116,7 @@ class WeightStore(Actor):
             watching = watch(process, lambda: self._writer_ended(rank, process))
             self._writers[rank] = _Writer(layout=layout, process=process, watch=watching)
         self._wake()
-        number = self._ledger.losses * world + rank
+        number = self._versions.losses * world + rank
         await self._until(lambda: self._all_joined(number))  # the other ranks' joins, or a rank's death
         if not self._shared:
             writers = [self._writers[other] for other in range(world)]
@@ -139,7 +140,8 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def begin(self, writer: int, version: int) -> tuple[int, bool]:
         """The slot to stage this version in, and whether with a digest; waits for the commit of the version before."""
-        slot = await self._until(lambda: self._ledger.begin(self._rank_of(writer), version))  # slower ranks, or a death
+        # Unblocked by slower ranks, or a death.
+        slot = await self._until(lambda: self._versions.begin(self._rank_of(writer), version))
         self._wake()  # readers that wait for a neighbour whose lease this revoked
         return slot, self._digests.due(version)
 
@@ -149,11 +151,11 @@ class WeightStore(Actor):
 
         def recorded() -> Staged | None:
             rank = self._rank_of(writer)
-            committed = self._ledger.staged(rank, version, slot)
+            committed = self._versions.staged(rank, version, slot)
             if committed is None:
                 return None
-            self._digests.add(version, digest, self._ledger.versions)
-            next_slot = self._ledger.reserve(rank)
+            self._digests.add(version, digest, self._versions.versions)
+            next_slot = self._versions.reserve(rank)
             return Staged(committed=committed, next_slot=next_slot, digests_next=self._digests.next)
 
         staged = await self._until(recorded)  # the slower ranks' `staged`, or a rank's death
@@ -163,9 +165,9 @@ class WeightStore(Actor):
     @concurrent_endpoint
     async def abandon(self, writer: int, version: int, why: str) -> None:
         """Skip a version that this rank can't stage, unless it is committed already."""
-        group, rank = divmod(writer, self._ledger.writers)
-        if group == self._ledger.losses:  # does not raise: nobody waits for the answer
-            self._ledger.abandon(version, f"rank {rank} gave it up: {why}")
+        group, rank = divmod(writer, self._versions.writers)
+        if group == self._versions.losses:  # does not raise: nobody waits for the answer
+            self._versions.abandon(version, f"rank {rank} gave it up: {why}")
             self._wake()
 
     @concurrent_endpoint
@@ -173,7 +175,7 @@ class WeightStore(Actor):
         """The rank publishes no more, so no rank can; a version that it has already staged can still be committed."""
         rank = self._rank_of(writer)
         self._writers[rank].watch.close()
-        self._ledger.end(f"writer rank {rank} has left", left=rank)
+        self._versions.end(f"writer rank {rank} has left", left=rank)
         self._wake()
 
     @concurrent_endpoint
@@ -210,7 +212,7 @@ class WeightStore(Actor):
                 assert source is not None, "a rank offers its slots before it stages a version"
                 if not needs_remote(source, transport=transport, host=host):
                     sources.append(source)
-                elif (why := self._ledger.ended or source.unreachable) is not None:
+                elif (why := self._versions.ended or source.unreachable) is not None:
                     raise WeightsError(f"weights can't be read from another host any more: {why}")
                 elif source.remote is not None:
                     sources.append(source)
@@ -229,7 +231,7 @@ class WeightStore(Actor):
 
         def granted() -> Lease | None:
             self._check_current(reader, request)
-            version = self._ledger.lease_newer(reader, after)
+            version = self._versions.lease_newer(reader, after)
             return None if version is None else self._held(reader, version)
 
         return await self._until(granted)  # a commit
@@ -239,14 +241,14 @@ class WeightStore(Actor):
         """Hold this version for the reader; None if it is gone. Waits while the newest version is lost."""
         known = self._known(reader)
         known.request = max(known.request, request)
-        await self._until(lambda: version != self._ledger.may_return or None)  # the successors' commit (weights-9)
+        await self._until(lambda: version != self._versions.may_return or None)  # the successors' commit (weights-9)
         self._check_current(reader, request)
-        return self._held(reader, version) if self._ledger.lease(reader, version) else None
+        return self._held(reader, version) if self._versions.lease(reader, version) else None
 
     @concurrent_endpoint
     async def holds(self, reader: int, version: int) -> bool:
         """Whether the reader still holds this version: its lease may have been revoked."""
-        return self._ledger.leased.get(reader) == version
+        return self._versions.leased.get(reader) == version
 
     @concurrent_endpoint
     async def mirror(
@@ -260,7 +262,7 @@ class WeightStore(Actor):
         mine.place = (mine.process.host, wanted)
 
         def found() -> tuple[SegmentHandle, ...] | bool | None:
-            leased = self._ledger.leased
+            leased = self._versions.leased
             neighbours = [one for one in self._readers.values() if one is not mine and one.place == mine.place]
             for other in neighbours:
                 if other.pulls is None or other.pulls.version != lease.version:
@@ -301,9 +303,9 @@ class WeightStore(Actor):
     async def state(self) -> StoreState:
         """The content of the store now."""
         return StoreState(
-            newest=self._ledger.newest,
-            versions=self._ledger.versions,
-            leased={self._readers[who].name: held for who, held in self._ledger.leased.items()},
+            newest=self._versions.newest,
+            versions=self._versions.versions,
+            leased={self._readers[who].name: held for who, held in self._versions.leased.items()},
             readers=len(self._readers),
             bytes=sum(one.source.bytes for one in self._writers.values() if one.source is not None),
         )
@@ -321,7 +323,7 @@ class WeightStore(Actor):
         self._changed = asyncio.Event()
 
     def _reader_ended(self, reader: int) -> None:
-        ended, held = self._readers[reader], self._ledger.leased.get(reader)
+        ended, held = self._readers[reader], self._versions.leased.get(reader)
         level = logging.INFO if held is None else logging.WARNING
         logger.log(level, "reader %s (%s) ended, holding %s", ended.name, ended.process, held)
         self._forget(reader)  # weights-3
@@ -329,10 +331,10 @@ class WeightStore(Actor):
     def _writer_ended(self, rank: int, process: ProcessMark) -> None:
         lost = f"writer rank {rank} ({process}) ended"
         logger.warning("%s", lost)
-        if self._replaces_writers and self._ledger.ended is None:
+        if self._replaces_writers and self._versions.ended is None:
             self._lose_writers()
         else:
-            self._ledger.end(lost)  # weights-3
+            self._versions.end(lost)  # weights-3
             self._wake()
 
     def _lose_writers(self) -> None:
@@ -342,24 +344,24 @@ class WeightStore(Actor):
         self._writers.clear()
         self._shared = ()
         self._group = uuid.uuid4().hex
-        self._ledger.lost()
+        self._versions.lost()
         self._digests.lost()
         for reader in self._readers.values():
             reader.pulls = reader.mirror = None
         self._wake()
 
     def _rank_of(self, writer: int) -> int:
-        group, rank = divmod(writer, self._ledger.writers)
-        if group != self._ledger.losses:
+        group, rank = divmod(writer, self._versions.writers)
+        if group != self._versions.losses:
             raise WeightsError(f"writer rank {rank} was lost, or another rank of its group; others take their place")
         return rank
 
     def _all_joined(self, writer: int) -> bool | None:
         self._rank_of(writer)
-        if len(self._writers) == self._ledger.writers:
+        if len(self._writers) == self._versions.writers:
             return True
-        if self._ledger.ended is not None:
-            raise WeightsError(self._ledger.ended)
+        if self._versions.ended is not None:
+            raise WeightsError(self._versions.ended)
         return None
 
     def _needs_at(self, host: str) -> tuple[Needs, ...]:
@@ -370,7 +372,7 @@ class WeightStore(Actor):
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
         self._digests.left(reader)
-        self._ledger.release(reader)
+        self._versions.release(reader)
         self._wake()
 
     def _supersede(self, reader: int, request: int) -> None:
@@ -378,7 +380,7 @@ class WeightStore(Actor):
         known = self._known(reader)
         if request >= known.request:
             known.request = request
-            self._ledger.release(reader)
+            self._versions.release(reader)
             self._wake()
 
     def _check_current(self, reader: int, request: int) -> None:
@@ -391,5 +393,5 @@ class WeightStore(Actor):
         return self._readers[reader]
 
     def _held(self, reader: int, version: int) -> Lease:
-        slot, digest = self._ledger.slot_of(version), self._digests.leased(reader, version)
+        slot, digest = self._versions.slot_of(version), self._digests.leased(reader, version)
         return Lease(version=version, slot=slot, reader=reader, writers=self._group, digest=digest)

@@ -22,11 +22,12 @@ from goaly.base.liveness import PULSE_SECONDS
 from goaly.base.telemetry.spans import span
 from goaly.weights.copier import Pair
 from goaly.weights.digest import Check, Part
+from goaly.weights.dtensor_layout import gpu_of
 from goaly.weights.fetched_weights import FetchedWeights
-from goaly.weights.layout import Copy, Shard, plan, region
+from goaly.weights.layout import Shard, region
 from goaly.weights.naming import Naming
+from goaly.weights.reshard_plan import Copy, plan
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import gpu_of
 from goaly.weights.slots import SlotReader, Source
 from goaly.weights.store import Joined, WeightStore
 from goaly.weights.store_client import SharedTask, StoreClient

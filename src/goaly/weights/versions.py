@@ -68,7 +68,7 @@ class _Staging:
     staged: set[int] = field(default_factory=set)
 
 
-class VersionLedger:
+class Versions:
     """Versions, slots and leases of one group of writers and any number of readers."""
 
     def __init__(self, *, slots: int, writers: int = 0):

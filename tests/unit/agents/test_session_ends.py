@@ -22,8 +22,7 @@ from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session, SessionBusy, SessionExhausted
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings, SessionSettings
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.events import Dropped, Ticket
 from goaly.environments.limits import LimitedEnvironment
 from goaly.environments.protocol import EnvironmentDied, Observation, StepResult
 from goaly.generate.policy import ContextFull

@@ -14,7 +14,7 @@ from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import SessionExhausted
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.events import Dropped
 from goaly.environments.protocol import EnvironmentDied
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ChatSettings

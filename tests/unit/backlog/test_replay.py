@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from queues import KINDS, SETTINGS, assert_same, now
 from trajectories import grouped, sampled
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.events import Event, Formed, Trained
+from goaly.backlog.events import Dropped, Event, Formed, Ticket, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import RECENT_STEPS
-from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import RunFailed
 from goaly.reward.settings import AdvantageSettings

@@ -8,13 +8,12 @@ import torch
 from queues import KINDS, SETTINGS, assert_same, now
 from trajectories import grouped, sampled
 
-from goaly.backlog import waits
+from goaly.backlog import group_statistics
 from goaly.backlog.distribution import LengthDistribution
+from goaly.backlog.events import Dropped
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.group_statistics import GroupStatistics
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.group_statistics import GroupStatistics, QueueWaits
 from goaly.backlog.settings import BacklogSettings
-from goaly.backlog.waits import QueueWaits
 from goaly.reward.settings import AdvantageSettings
 
 
@@ -111,8 +110,10 @@ async def test_a_batch_of_a_single_sample_is_formed() -> None:
 
 def test_each_wait_for_a_batch_is_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, clock = [], iter([5_000_000_000, 6_000_000_000, 9_000_000_000])
-    monkeypatch.setattr(waits.time, "time_ns", lambda: next(clock))
-    monkeypatch.setattr(waits.spans, "record", lambda name, start, stop, **args: seen.append((name, start, stop, args)))
+    monkeypatch.setattr(group_statistics.time, "time_ns", lambda: next(clock))
+    monkeypatch.setattr(
+        group_statistics.spans, "record", lambda name, start, stop, **args: seen.append((name, start, stop, args))
+    )
     measured = QueueWaits()
     measured.begin([0])
     measured.begin([1])

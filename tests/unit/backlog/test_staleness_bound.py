@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import sampled
 
-from goaly.backlog.admission import Admission, Ticket
+from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
+from goaly.backlog.staleness import StalenessBound
 from goaly.base.config.check import check
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
@@ -217,14 +217,14 @@ def test_the_bound_is_reached_so_it_is_not_a_loose_one():
 def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(
     position, version, is_open, min_version
 ):  # backlog-2
-    admission = Admission(groups_per_step=2, max_staleness=2)
-    assert admission.is_open(position, version) is is_open
-    assert admission.min_version(position) == min_version
+    bound = StalenessBound(groups_per_step=2, max_staleness=2)
+    assert bound.admits(position, version) is is_open
+    assert bound.min_version(position) == min_version
 
 
 def test_a_run_of_known_length_admits_no_more_than_it_trains():
-    admission = Admission(groups_per_step=2, max_staleness=8, steps=3)
-    assert [admission.is_open(position, 0) for position in (5, 6)] == [True, False]
+    bound = StalenessBound(groups_per_step=2, max_staleness=8, steps=3)
+    assert [bound.admits(position, 0) for position in (5, 6)] == [True, False]
 
 
 def test_settings_that_cannot_work_are_listed_with_their_keys():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.staleness import LOSSES, RECOMMENDED, UNCORRECTED
-from goaly.backlog.admission import Admission
+from goaly.backlog.staleness import StalenessBound
 from goaly.losses.objective import PolicyObjective, finish
 
 STEPS, SEEDS = 160, 4
@@ -29,7 +29,7 @@ def learn(loss: str, max_staleness: int, seed: int) -> tuple[float, float]:
     right_K = torch.randint(0, CHOICES, (CONTEXTS,), generator=generator)
     weights_DV = torch.zeros(FEATURES, CHOICES, requires_grad=True)
     optimizer = torch.optim.Adam([weights_DV], lr=LR)
-    admission, objective = Admission(1, max_staleness, STEPS), PolicyObjective(LOSSES[loss])
+    admission, objective = StalenessBound(1, max_staleness, STEPS), PolicyObjective(LOSSES[loss])
     versions, sizes = [], []
     for version in range(STEPS):
         versions.append(weights_DV.detach().clone())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from goaly.agents.session import Session, SessionEnd
+from goaly.backlog.events import Dropped
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import to_yaml
 from goaly.generate.policy import Completion

@@ -12,10 +12,9 @@ import torch
 from queues import now
 from trajectories import grouped, sampled
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.events import Ticket
+from goaly.backlog.group_queue import GroupQueue, Wait
 from goaly.backlog.settings import BacklogSettings
-from goaly.backlog.waits import Wait
 from goaly.journal import log_writer, logged_queue
 from goaly.journal.logged_queue import LoggedQueue, _Replay
 from goaly.journal.records import Published, Snapshot

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trajectories import grouped, sampled
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.events import Annotated, Formed, Trained
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.events import Annotated, Dropped, Formed, Ticket, Trained
 from goaly.journal.records import Drawn, Published, Record, Resumed, decode, encode
 from goaly.prompts.prompt import Message, Prompt
 from goaly.trajectory import REQUIRED, Group, Trajectory

@@ -19,10 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from queues import KINDS, assert_same, assert_same_rows, now
 from trajectories import grouped, sampled
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.events import Formed, Trained
+from goaly.backlog.events import Dropped, Formed, Ticket, Trained
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.ledger import Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import CorruptLog
 from goaly.journal import log

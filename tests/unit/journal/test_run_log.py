@@ -8,8 +8,8 @@ import pytest
 import torch
 from trajectories import grouped, sampled
 
+from goaly.backlog.events import CANCELLED, Dropped
 from goaly.backlog.group_queue import GroupQueue
-from goaly.backlog.ledger import CANCELLED, Dropped
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import CorruptLog
 from goaly.journal.logged_queue import LoggedQueue

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from goaly.losses.objective import PolicyObjective
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy_losses import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 
 close = torch.testing.assert_close

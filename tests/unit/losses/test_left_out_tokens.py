@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.losses.objective import PolicyObjective
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy_losses import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import Tokens
 from tests.unit.losses.tokens_by_hand import ABOVE_3, SAMPLED, columns, objective

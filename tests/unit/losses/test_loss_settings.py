@@ -8,7 +8,7 @@ import pytest
 from goaly.base.config.check import check
 from goaly.base.config.schema import plain
 from goaly.losses.objective import PolicyObjective
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy_losses import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 from tests.unit.losses.tokens_by_hand import ABOVE_3
 

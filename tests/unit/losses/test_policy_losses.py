@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.policy import LOSSES, traits
+from goaly.losses.policy_losses import LOSSES, traits
 from tests.unit.losses.tokens_by_hand import SAMPLED, evaluated, tokens
 
 close = torch.testing.assert_close

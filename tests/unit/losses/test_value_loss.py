@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from goaly.base.errors import SchemaError
-from goaly.losses.value import ValueLoss, explained, moments
+from goaly.losses.value_loss import ValueLoss, explained, moments
 
 
 def loss(values: list[float], old: list[float], returns: list[float], clip: float | None = None):

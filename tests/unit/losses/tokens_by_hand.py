@@ -7,7 +7,7 @@ from math import log
 import torch
 
 from goaly.losses.objective import Contribution, PolicyObjective
-from goaly.losses.policy import LOSSES
+from goaly.losses.policy_losses import LOSSES
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.losses.tokens import LossOutput, Tokens
 

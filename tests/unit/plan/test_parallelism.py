@@ -19,7 +19,7 @@ from goaly.models.catalog import MODELS
 from goaly.models.decoder import Decoder
 from goaly.models.definition import prepare_torchtitan
 from goaly.plan.parallelism import Parallelism
-from goaly.weights.sharding import shards_of
+from goaly.weights.dtensor_layout import shards_of
 
 prepare_torchtitan()
 

@@ -12,7 +12,7 @@ from goaly.plan import simulate as simulated
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.simulate import Network, Update, main, simulate
 from goaly.weights.buckets import cut, needs_of
-from goaly.weights.layout import plan, share
+from goaly.weights.reshard_plan import plan, share
 
 NETWORK = Network(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
 TINY = Decoder(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, qk_norm=False)

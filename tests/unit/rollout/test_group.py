@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.agents.answers import AnswerParser
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import Dropped, State
+from goaly.backlog.events import Dropped, Ticket
+from goaly.backlog.ledger import State
 from goaly.base.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt

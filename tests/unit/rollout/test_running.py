@@ -9,7 +9,7 @@ import torch
 from test_episode import completion
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
-from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Ticket
 from goaly.base.config.check import check
 from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import Prompt

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from goaly.agents.session_files import SessionFiles
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import CANCELLED
+from goaly.backlog.events import CANCELLED, Ticket
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group import GroupSummary

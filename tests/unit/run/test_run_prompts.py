@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Ticket
 from goaly.journal.records import Drawn
 from goaly.journal.run_log import Recovered
 from goaly.prompts.curriculum import Passes

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from monarch.actor import ActorError
 
-from goaly.backlog.admission import Ticket
-from goaly.backlog.ledger import Dropped
+from goaly.backlog.events import Dropped, Ticket
 from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
 from goaly.journal.records import Published

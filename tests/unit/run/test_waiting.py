@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from monarch.actor import ActorError
 
-from goaly.backlog.admission import Ticket
+from goaly.backlog.events import Ticket
 from goaly.backlog.group_queue import Wait
 from goaly.base.errors import RunFailed
 from goaly.generate.connection import POISON_DEATHS

@@ -24,7 +24,7 @@ from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import Microbatch
 from goaly.train.settings import CriticSettings, OptimizerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
-from goaly.weights.sharding import local
+from goaly.weights.dtensor_layout import local
 from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack
 
 

@@ -25,8 +25,8 @@ from goaly.train.model_engine import ModelEngine
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.trajectory import PackedRows
+from goaly.weights.dtensor_layout import shards_of
 from goaly.weights.layout import region
-from goaly.weights.sharding import shards_of
 from tests.unit.train.batches import documents, pack
 
 SETTINGS = TrainerSettings(

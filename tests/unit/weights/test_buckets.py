@@ -9,9 +9,9 @@ from local_store import LocalStore
 from goaly.base.errors import WeightsError
 from goaly.base.liveness import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import Extent, Rectangle, joined, region
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import layout_of
 from goaly.weights.store import JoinedWriter
 from goaly.weights.transport import over_network
 

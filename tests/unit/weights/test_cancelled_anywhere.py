@@ -87,12 +87,12 @@ class Protocol(RuleBasedStateMachine):
     @rule(number=reader_numbers, turns=turns, pulls=st.booleans())
     def read(self, number: int, turns: int | None, pulls: bool) -> None:
         reader, tensors, _ = self.readers[number]
-        if not self.store.actor._ledger.versions:
+        if not self.store.actor._versions.versions:
             return
 
         async def newest_and_pull() -> None:
             version = await reader.newest(-1)
-            assert version == max(self.store.actor._ledger.versions)  # weights-2
+            assert version == max(self.store.actor._versions.versions)  # weights-2
             if pulls:  # nobody publishes meanwhile
                 assert await reader.prefetch(version), "what `newest` returned is held"
                 reader.apply()
@@ -127,11 +127,11 @@ class Protocol(RuleBasedStateMachine):
             return
         self.loop.run_until_complete(self._quiet())
         actor = self.store.actor
-        assert actor._ledger.leased.keys() <= actor._readers.keys()
+        assert actor._versions.leased.keys() <= actor._readers.keys()
         for reader, *_ in self.readers:
             held = None if reader.held is None else reader.held.version
-            leased = actor._ledger.leased.get(reader._number)
-            assert leased == held or (leased is None and held not in actor._ledger.versions)  # weights-3, or revoked
+            leased = actor._versions.leased.get(reader._number)
+            assert leased == held or (leased is None and held not in actor._versions.versions)  # weights-3, or revoked
         assert not self.store.failures
 
     async def _quiet(self) -> None:

@@ -9,9 +9,9 @@ import torch
 from goaly.base.config.check import check
 from goaly.base.errors import WeightsError
 from goaly.weights.copier import Copier
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import in_dtype, region
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Segment
 from goaly.weights.transport import slot_writer
 

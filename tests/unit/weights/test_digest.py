@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from goaly.weights import digest
 from goaly.weights.buckets import cut
 from goaly.weights.digest import Digest, digest_of
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import view
-from goaly.weights.sharding import layout_of
 
 SHAPES = {"embedding": (11, 6), "norm": (7,), "experts": (3, 4, 5), "scale": ()}
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}

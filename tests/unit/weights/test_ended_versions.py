@@ -3,17 +3,17 @@
 import pytest
 
 from goaly.base.errors import WeightsError, WritersGone
-from goaly.weights.versions import VersionLedger
+from goaly.weights.versions import Versions
 from tests.unit.weights.test_versions import published, stage
 
 
 def test_one_slot_is_refused() -> None:
     with pytest.raises(WeightsError, match="slots=1: must be at least 2, one to read and one to write"):
-        VersionLedger(slots=1)
+        Versions(slots=1)
 
 
 def test_when_a_rank_leaves_before_it_has_staged_the_version_is_given_up_for_that_reason() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
     stage(ledger, 1, 1)
     ledger.end("the trainer left", left=0)
@@ -27,7 +27,7 @@ def test_when_a_rank_leaves_before_it_has_staged_the_version_is_given_up_for_tha
 
 
 def test_a_version_that_the_rank_that_left_has_staged_is_still_committed_and_waited_for() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     stage(ledger, 0, 5)
     ledger.end("the trainer left", left=0)
     assert ledger.staging == 5
@@ -39,7 +39,7 @@ def test_a_version_that_the_rank_that_left_has_staged_is_still_committed_and_wai
 
 
 def test_the_first_reason_for_the_end_is_the_one_that_is_told() -> None:
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     assert ledger.ended is None
     ledger.end("it was killed")
     ledger.end("its host is silent")
@@ -47,7 +47,7 @@ def test_the_first_reason_for_the_end_is_the_one_that_is_told() -> None:
 
 
 def test_a_version_is_given_up_for_the_reason_of_the_end_also_when_that_was_not_the_first() -> None:
-    ledger = VersionLedger(writers=2, slots=2)
+    ledger = Versions(writers=2, slots=2)
     stage(ledger, 0, 5)
     ledger.end("rank 0 left", left=0)
     ledger.end("rank 1 left", left=1)
@@ -56,7 +56,7 @@ def test_a_version_is_given_up_for_the_reason_of_the_end_also_when_that_was_not_
 
 
 def test_lost_versions_may_return_until_one_is_committed_again_and_losses_are_counted() -> None:  # weights-9
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     assert (ledger.losses, ledger.may_return) == (0, None)
     published(ledger, 3)
     assert ledger.may_return is None
@@ -68,7 +68,7 @@ def test_lost_versions_may_return_until_one_is_committed_again_and_losses_are_co
 
 
 def test_a_slot_that_ranks_were_given_for_an_abandoned_version_is_that_of_the_next_one() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
     slot = ledger.begin(0, 1)
     assert ledger.reserve(1) == slot
@@ -78,7 +78,7 @@ def test_a_slot_that_ranks_were_given_for_an_abandoned_version_is_that_of_the_ne
 
 
 def test_a_slot_that_a_quick_rank_was_given_stays_that_of_the_version_after_an_abandoned_one() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     stage(ledger, 0, 1)
     following = ledger.reserve(0)
     assert following != ledger.begin(1, 1)
@@ -88,7 +88,7 @@ def test_a_slot_that_a_quick_rank_was_given_stays_that_of_the_version_after_an_a
 
 
 def test_a_rank_that_comes_to_a_committed_version_while_others_stage_the_next_is_told_that() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 3)
     ledger.begin(0, 4)
     with pytest.raises(WeightsError, match="version 3 comes after 3: versions must go up"):

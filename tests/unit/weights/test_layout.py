@@ -14,9 +14,10 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from goaly.base.errors import WeightsError
-from goaly.weights import layout as layout_module
-from goaly.weights.layout import SPLIT_BYTES, Layout, Rectangle, common, plan, region, share
-from goaly.weights.sharding import layout_of, shards_of
+from goaly.weights import reshard_plan
+from goaly.weights.dtensor_layout import layout_of, shards_of
+from goaly.weights.layout import Layout, Rectangle, common, region
+from goaly.weights.reshard_plan import SPLIT_BYTES, plan, share
 
 Meshed = tuple[tuple[int, ...], tuple]
 
@@ -180,7 +181,7 @@ def test_ranks_that_hold_the_same_share_its_bytes_evenly(data) -> None:
         for rank, coordinate in enumerate(product(*(range(ranks) for ranks in mesh))):
             sources[rank] += shards_of(f"w{index}", torch.float32, shape, mesh, coordinate, placements)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "SPLIT_BYTES", 64)
+        patch.setattr(reshard_plan, "SPLIT_BYTES", 64)
         shared = list(share(sources))
     whole = tuple(
         shard for i, shape in enumerate(shapes) for shard in shards_of(f"w{i}", torch.float32, shape, (), (), ())
@@ -213,7 +214,7 @@ Pieces = list[list[Rectangle]]
 def shared_among(holders: int, shape: tuple[int, ...], split_bytes: int) -> Pieces:
     """What each of the holders of a tensor of this shape keeps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_module, "SPLIT_BYTES", split_bytes)
+        patch.setattr(reshard_plan, "SPLIT_BYTES", split_bytes)
         kept = share([shards_of("w", torch.float32, shape, (), (), ())] * holders)
     return [[(shard.offset, shard.shape) for shard in mine] for mine in kept]
 

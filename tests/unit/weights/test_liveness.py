@@ -74,7 +74,7 @@ async def test_members_on_other_hosts_live_for_as_long_as_they_send_pulses(monke
         await stalls.tick(PULSE_SECONDS)
     state = await store.state.call_one()
     assert state.newest == 1
-    assert "writer rank 0" in store.actor._ledger.ended
+    assert "writer rank 0" in store.actor._versions.ended
     store.actor._writers[0].watch.close()
     writer._slots.close()
 

@@ -9,9 +9,9 @@ from test_remote_reads import Buffer
 
 from goaly.base.liveness import ProcessMark, this_process
 from goaly.weights.buckets import cut
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.rdma import Mirror, RemoteSlots
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Ring, SegmentHandle
 from goaly.weights.slots import UNSEALED
 from goaly.weights.versions import Lease

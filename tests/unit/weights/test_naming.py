@@ -13,11 +13,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from goaly.base.errors import WeightsError
-from goaly.weights.layout import Extent, Layout, Part, Shard, plan, region, share, view
+from goaly.weights.dtensor_layout import check_filled, layout_of, shards_of
+from goaly.weights.layout import Extent, Layout, Part, Shard, region, view
 from goaly.weights.naming import Naming, Parts, fused, one_of, renamed, same
 from goaly.weights.publisher import Publisher
+from goaly.weights.reshard_plan import plan, share
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import check_filled, layout_of, shards_of
 from goaly.weights.subscriber import Subscriber
 
 HEAD_DIM, DIM = 3, 5

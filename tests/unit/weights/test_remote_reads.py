@@ -8,8 +8,8 @@ import torch
 
 from goaly.base.errors import WeightsError
 from goaly.weights.buckets import cut
+from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.rdma import RemoteReader, RemoteSlots
-from goaly.weights.sharding import layout_of
 from goaly.weights.shared_memory import Ring
 from goaly.weights.slots import SHARED, Source
 

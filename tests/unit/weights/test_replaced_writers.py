@@ -63,7 +63,7 @@ async def within(awaitable: Any) -> Any:
 async def lost(store: LocalStore, count: int) -> None:
     """Until the store has noticed that many deaths of groups."""
 
-    await within(store.actor._until(lambda: store.actor._ledger.losses >= count or None))
+    await within(store.actor._until(lambda: store.actor._versions.losses >= count or None))
 
 
 async def test_a_reader_waits_for_the_writers_that_replace_dead_ones_and_gets_no_version_twice(

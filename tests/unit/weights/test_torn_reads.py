@@ -14,9 +14,9 @@ from local_store import Gone, Life, LocalStore, as_process, meshes, sharded
 from torch.distributed.device_mesh import DeviceMesh
 
 from goaly.base.errors import WeightsError, WritersGone
+from goaly.weights.dtensor_layout import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
-from goaly.weights.sharding import local
 from goaly.weights.subscriber import Subscriber
 
 SHAPES = {"a": (16, 12), "b": (6, 4), "c": (2, 2)}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from goaly.base.errors import WeightsError
-from goaly.weights.versions import VersionLedger
+from goaly.weights.versions import Versions
 
 READERS = 4
 reader_numbers = st.integers(0, READERS - 1)
@@ -17,7 +17,7 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(writers=st.integers(1, 3), slots=st.integers(2, 5))
     def start(self, writers: int, slots: int) -> None:
-        self.ledger = VersionLedger(writers=writers, slots=slots)
+        self.ledger = Versions(writers=writers, slots=slots)
         self.next_version = [0] * writers
         self.writing: dict[int, tuple[int, int]] = {}
         self.memory: list[dict[int, int]] = [{} for _ in range(slots)]
@@ -176,7 +176,7 @@ Protocol.TestCase.settings = settings(max_examples=60, stateful_step_count=40, d
 TestVersionProtocol = Protocol.TestCase
 
 
-def published(ledger: VersionLedger, *versions: int) -> None:
+def published(ledger: Versions, *versions: int) -> None:
     """Stage these versions with all ranks."""
     for version in versions:
         for rank in range(ledger.writers):
@@ -184,7 +184,7 @@ def published(ledger: VersionLedger, *versions: int) -> None:
 
 
 def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it_waits_for() -> None:  # weights-2
-    ledger = VersionLedger(slots=2, writers=1)
+    ledger = Versions(slots=2, writers=1)
     published(ledger, 0)
     assert ledger.lease(0, 0)
     assert ledger.lease_newer(0, 1) is None
@@ -194,7 +194,7 @@ def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it
     assert ledger.leased == {0: 2, 1: 1}
 
 
-def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
+def stage(ledger: Versions, rank: int, version: int) -> bool | None:
     """Begin the version and stage it: whether it is committed."""
     slot = ledger.begin(rank, version)
     assert slot is not None
@@ -202,7 +202,7 @@ def stage(ledger: VersionLedger, rank: int, version: int) -> bool | None:
 
 
 def test_a_version_is_there_once_the_last_rank_has_staged_it() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     ledger.begin(0, 0)
     assert not stage(ledger, 1, 0)
     assert ledger.lease_newer(7, -1) is None
@@ -211,7 +211,7 @@ def test_a_version_is_there_once_the_last_rank_has_staged_it() -> None:
 
 
 def test_a_fast_rank_waits_for_the_slow_one_with_its_next_version() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     stage(ledger, 0, 0)
     assert ledger.begin(0, 1) is None
     stage(ledger, 1, 0)
@@ -219,7 +219,7 @@ def test_a_fast_rank_waits_for_the_slow_one_with_its_next_version() -> None:
 
 
 def test_the_newest_is_written_over_last() -> None:
-    ledger = VersionLedger(writers=1, slots=3)
+    ledger = Versions(writers=1, slots=3)
     published(ledger, 0, 1, 2)
     assert ledger.begin(0, 3) == ledger._slots.index(None)
     assert ledger.versions == (1, 2)
@@ -227,7 +227,7 @@ def test_the_newest_is_written_over_last() -> None:
 
 @pytest.mark.parametrize("slots", [2, 3, 5])
 def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(slots: int) -> None:  # weights-2
-    ledger = VersionLedger(writers=1, slots=slots)
+    ledger = Versions(writers=1, slots=slots)
     for version in range(slots):
         published(ledger, version)
         assert ledger.lease(version, version)  # all slots are held by readers that never let go
@@ -238,7 +238,7 @@ def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(s
 
 
 def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> None:  # weights-2
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(1, 0)
     published(ledger, 1, 2, 3)
@@ -251,7 +251,7 @@ def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> N
 
 
 def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_it() -> None:  # weights-2
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(1, 0)
     assert ledger.lease_newer(2, 0) is None
@@ -263,7 +263,7 @@ def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_i
 
 
 def test_a_version_that_was_written_over_is_gone() -> None:
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 0, 1, 2)
     assert ledger.lease(1, 0) is False
 
@@ -281,7 +281,7 @@ def test_a_version_that_was_written_over_is_gone() -> None:
     ],
 )
 def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     *before, last = steps
     for name, *arguments in before:
         getattr(ledger, name)(*arguments)
@@ -290,21 +290,21 @@ def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
 
 
 def test_versions_must_go_up() -> None:  # weights-9
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 3)
     with pytest.raises(WeightsError, match="version 3 comes after 3"):
         ledger.begin(0, 3)
 
 
 def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 3)
     with pytest.raises(WeightsError, match="version 4 is not committed; the newest is 3"):
         ledger.lease(1, 4)
 
 
 def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
     first = ledger.begin(0, 1)
     ledger.begin(1, 1)
@@ -320,7 +320,7 @@ def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> No
 
 
 def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(7, 0)
     published(ledger, 1)
@@ -331,7 +331,7 @@ def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
 
 
 def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_next() -> None:  # weights-1, weights-3
-    ledger = VersionLedger(writers=2, slots=3)
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
     ledger.begin(0, 1)
     assert ledger.lease_newer(7, 0) is None
@@ -342,7 +342,7 @@ def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_ne
 
 
 def test_when_the_successor_of_the_newest_is_abandoned_in_its_place_readers_get_what_is_left() -> None:
-    ledger = VersionLedger(writers=1, slots=2)
+    ledger = Versions(writers=1, slots=2)
     published(ledger, 0)
     assert ledger.lease(7, 0)
     published(ledger, 1)

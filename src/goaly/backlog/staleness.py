@@ -1,14 +1,11 @@
-"""When the next group may start, and the oldest policy version that may sample it. Pure arithmetic.
+"""The bound on staleness: when the next group may start, and the oldest policy version that may sample it. Pure.
 
 Let G be `groups_per_step` and S `max_staleness`. Batch k consumes the G groups that bring version k to k + 1. The
 *position* p of a ticket is the number of tickets admitted before it that were neither rejected nor failed when it was
 admitted; in FIFO order and without later drops it would be trained by batch `p // G`.
 
-By backlog-1, min_version <= policy_version at admission: no ticket waits for weights that depend on its own training.
-
-Invariants
     backlog-1: A group may start only while p < (policy_version + S + 1) * G. Hence at most (S + 1) * G groups are
-        admitted and not yet trained.
+        admitted and not yet trained, and no ticket waits for weights that depend on its own training.
     backlog-2: Weights of at least `min_version = max(0, p // G - S)` sample every token of a ticket. The generator
         holds a request back until it has such weights, so the bound does not depend on when weights arrive.
     backlog-3: The age of a trained token is at most S + ceil((W - 1) / G) with a window of W (`order.py`), and 0 with
@@ -20,26 +17,16 @@ Invariants
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """The right to start one group."""
-
-    index: int
-    """Its number in the order of admission, from 0."""
-    min_version: int
-    """Oldest policy version that may sample any token of the group."""
-
-
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """The admission rule of one run."""
+class StalenessBound:
+    """The rule of one run by which groups start."""
 
     groups_per_step: int
     max_staleness: int
     steps: int | None = None
     """Training steps of the run; None for an endless run."""
 
-    def is_open(self, position: int, policy_version: int) -> bool:
+    def admits(self, position: int, policy_version: int) -> bool:
         """Whether a ticket at this position may be admitted now (backlog-1)."""
         last_step = policy_version + self.max_staleness + 1
         if self.steps is not None:

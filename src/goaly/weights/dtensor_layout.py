@@ -1,8 +1,7 @@
-"""Which rectangles of which tensors a rank holds, read off tensors and DTensors.
+"""The layout of a rank's tensors, read off DTensors: which rectangles of which tensors it holds.
 
-This is not part of `layout.py`, so that the weight store, which only compares layouts, starts without DTensor. For FSDP
-over TP on one dim a rank holds FSDP's chunk of the TP shard; with uneven sizes, reading `_StridedShard` from left to
-right would give other rectangles than torch's (weights-11).
+For FSDP over TP on one dim a rank holds FSDP's chunk of the TP shard; with uneven sizes, reading `_StridedShard` from
+left to right would give other rectangles than torch's (weights-11).
 """
 
 from collections.abc import Mapping, Sequence
