@@ -101,7 +101,7 @@ def _divide_experts(config: Any, ranks: int, rank: int, numerics: Numerics) -> N
     if numerics == "bitwise":
         from goaly.numerics.bitwise_experts import BitwiseOwnExpertsDispatcher as OwnExperts
     else:
-        from goaly.models.experts import OwnExpertsDispatcher as OwnExperts
+        from goaly.numerics.experts import OwnExpertsDispatcher as OwnExperts
     for layer in config.layers:
         if layer.moe is None:
             continue

@@ -35,12 +35,11 @@ from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_di
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
 from goaly.models import deepseek, gpt_oss
 from goaly.models.architecture import LAYER, Architecture, architecture, read_config
-from goaly.models.attention import share_angles
+from goaly.models.attention import share_angles, widened
 from goaly.models.definition import folder_tensors, layer_adapter, model_spec, versioned_tensors
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
-from goaly.models.varlen_attention import widened
-from goaly.numerics import cpu_kernels
+from goaly.numerics.cpu_sampling import use_fused_kernels
 
 ARCHITECTURES: dict[Numerics, str] = {
     "fast": "GoalyTorchtitanForCausalLM",
@@ -131,14 +130,14 @@ class TorchtitanForCausalLM(torch.nn.Module):
         _fill_in_heads(config, shape)
         device: Any = vllm_config.device_config.device
         if device.type == "cpu" and self.numerics == "fast" and vllm_config.model_config.dtype == torch.float32:
-            cpu_kernels.use_fused_kernels(config)
+            use_fused_kernels(config)
         self._layers = shape.layers
         self._adapter = layer_adapter(spec, folder)
         self.choices: ChoiceCache | None = None
         """The experts that were chosen for the tokens in the key-value cache, if they are recorded."""
         self._row_multiple: Callable[[], int] | None = None
         if self.numerics == "bitwise" and device.type == "cpu":
-            from goaly.numerics.bitwise import row_multiple
+            from goaly.numerics.bitwise_operations import row_multiple
 
             self._row_multiple = row_multiple
         self.model, self._dims = divided_on_meta(

@@ -18,10 +18,10 @@ import torch
 from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from goaly.models.attention import PackedAttention
+from goaly.models.attention import BuiltInVarlenAttention, VarlenWithSinks, splits, widened
 from goaly.models.context_parallel import SharedDocuments
-from goaly.models.sink_attention import SinkAttention, with_sinks
-from goaly.models.varlen_attention import BuiltInVarlenAttention, VarlenWithSinks, splits, widened
+from goaly.numerics.cpu_attention import PackedAttention
+from goaly.numerics.cpu_sink_attention import SinkAttention, with_sinks
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from goaly.models.attention import PackedDocuments
+from goaly.numerics.cpu_attention import PackedDocuments
 
 
 class Stretch(NamedTuple):

@@ -85,7 +85,7 @@ def spec_of(
 
         add_adapters(decoder, lora)
     if numerics == "bitwise":
-        from goaly.numerics.bitwise_decoder import make_bitwise
+        from goaly.numerics.bitwise_layers import make_bitwise
 
         make_bitwise(decoder)
     return ModelSpec(
@@ -191,7 +191,7 @@ def _llama3(shape: Architecture) -> _Family:
 def _layers(device: str) -> tuple[Any, Any]:
     """The classes of the norm and of Qwen3's rotary embedding: torchtitan's, on a CPU with faster gradients."""
     if device == "cpu":
-        from goaly.numerics.cpu_layers import LeanRMSNorm, LeanRoPE
+        from goaly.numerics.cpu_training import LeanRMSNorm, LeanRoPE
 
         return LeanRMSNorm, LeanRoPE
     from torchtitan.models.common import CosSinRoPE, RMSNorm
@@ -269,7 +269,7 @@ def _experts(shape: Architecture, shared: Any) -> Any:
     from torchtitan.models.common.moe import RoutedExperts
     from torchtitan.models.common.param_init import skip_param_init
 
-    from goaly.models.experts import Dispatcher, Experts, MixtureOfExperts
+    from goaly.numerics.experts import Dispatcher, Experts, MixtureOfExperts
 
     if shape.family == "gpt_oss":
         inner: Any = gpt_oss.experts(shape, skip_param_init)

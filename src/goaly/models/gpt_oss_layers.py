@@ -1,7 +1,7 @@
 """The parts of gpt-oss in which goaly differs from torchtitan.
 
 Its attention adds sinks to the kernel's output, and the GPU's kernel loses a part of their gradient
-(`varlen_attention.py`). Its experts compute in bfloat16 only, and the bias of its output projection has a fraction of
+(`attention.py`). Its experts compute in bfloat16 only, and the bias of its output projection has a fraction of
 its gradient with several tensor-parallel ranks. Its adapter of folders knows other names than its model has, and drops
 the experts.
 
@@ -20,7 +20,8 @@ from torchtitan.models.gpt_oss.model import Attention
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
-from goaly.models.experts import Experts, of_rank
+from goaly.numerics.experts import Experts
+from goaly.numerics.layer_replacement import of_rank
 
 
 class AttentionWithSinks(Attention):

@@ -33,10 +33,10 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from goaly.base.errors import WeightsError
-from goaly.models.experts import Experts
 from goaly.models.settings import LoraSettings
 from goaly.models.titan_config import fields_of
-from goaly.numerics.cpu_layers import lean_linear
+from goaly.numerics.cpu_training import lean_linear
+from goaly.numerics.experts import Experts
 from goaly.weights.digest import Digest
 from goaly.weights.dtensor_layout import copy_whole
 

@@ -19,8 +19,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file that a folder of adapters has."""
 Target = Literal["q", "k", "v", "o", "gate", "up", "down", "experts"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-SLICES = 2
-"""Parts in which bitwise numerics sum over features that tensor-parallel ranks divide: the most ranks there can be."""
 
 
 class ModelSettings(Settings):

@@ -1,1 +1,4 @@
 """How forward passes compute: equal bits on both sides, and kernels for CPUs, behind the functions that a GPU uses."""
+
+SLICES = 2
+"""Parts in which bitwise numerics sum over features that tensor-parallel ranks divide: the most ranks there can be."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from goaly.models.attention import PackedAttention, PackedDocuments, packed_gradients
-from goaly.numerics.bitwise import on_gpu
-from goaly.numerics.cpu_layers import quickly_multiplied
+from goaly.numerics.bitwise_operations import on_gpu
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments, packed_gradients
+from goaly.numerics.cpu_training import quickly_multiplied
 
 PAGE = 32
 """Tokens of a page of keys and values. The kernel's steps are not longer."""

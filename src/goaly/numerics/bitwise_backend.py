@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from goaly.numerics.bitwise_attention import Queries, by_token, write_pages
-from goaly.numerics.bitwise_rows import log_softmax
+from goaly.numerics.bitwise_operations import log_softmax
 
 
 def _queries(step: CommonAttentionMetadata) -> Queries:

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
-from goaly.models.experts import Dispatcher, Experts, OwnExpertsDispatcher, of_rank
-from goaly.models.settings import SLICES
-from goaly.numerics.bitwise import on_local
-from goaly.numerics.bitwise_networks import Packed, by_kernel, check_kernel, fit_kernel, networks, pack
-from goaly.numerics.bitwise_rows import softmax
+from goaly.numerics import SLICES
+from goaly.numerics.bitwise_expert_networks import Packed, by_kernel, check_kernel, fit_kernel, networks, pack
+from goaly.numerics.bitwise_operations import on_local, softmax
+from goaly.numerics.experts import Dispatcher, Experts, OwnExpertsDispatcher
+from goaly.numerics.layer_replacement import of_rank
 
 
 class BitwiseRouter(TokenChoiceTopKRouter):

@@ -14,7 +14,8 @@ from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings, SamplingSettings, vllm_device
 from goaly.journal.settings import CheckpointSettings
 from goaly.losses.settings import LossSettings
-from goaly.models.settings import SLICES, ModelSettings, MoeSettings
+from goaly.models.settings import ModelSettings, MoeSettings
+from goaly.numerics import SLICES
 from goaly.plan.host_settings import HostSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings, absent_files

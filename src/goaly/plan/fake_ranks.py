@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 from goaly.base.errors import portable
 from goaly.weights.dtensor_layout import shards_of
 
-MODULES = ["goaly.train.engine", "goaly.numerics.bitwise", "goaly.plan.gpu_attention", "goaly.generate.divided_model"]
+MODULES = [
+    "goaly.train.engine",
+    "goaly.numerics.bitwise_operations",
+    "goaly.plan.gpu_attention",
+    "goaly.generate.divided_model",
+]
 """The imports of fake ranks, which one process does for all."""
 
 KIB = 1024

@@ -7,8 +7,8 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
+from goaly.models.attention import widened
 from goaly.models.context_parallel import SharedDocuments
-from goaly.models.varlen_attention import widened
 
 
 class FlashShapes(Module):

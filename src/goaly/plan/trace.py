@@ -175,8 +175,8 @@ def _phases(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import FSDPModule
 
-    from goaly.models.attention import PackedDocuments, causal_mask
     from goaly.models.definition import prepare_torchtitan
+    from goaly.numerics.cpu_attention import PackedDocuments, causal_mask
     from goaly.train.parallel import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
@@ -278,7 +278,7 @@ def _route_evenly(model: Any, tokens: int) -> None:
 
 def _multiply_experts_without_data(model: Any) -> None:
     """Replace the experts' product by its shapes: the fake one takes bfloat16 only."""
-    from goaly.models.experts import Experts
+    from goaly.numerics.experts import Experts
 
     for module in model.modules():
         if isinstance(module, Experts):

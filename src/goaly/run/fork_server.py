@@ -41,7 +41,7 @@ TRAINED = (
     "goaly.train.engine",
     "goaly.train.optimizer",
     "goaly.train.parallel",
-    "goaly.numerics.bitwise_decoder",
+    "goaly.numerics.bitwise_layers",
     "goaly.models.hf",
 )
 ROLLOUT = ("goaly.backlog.batch", "goaly.prompts.template", "goaly.prompts.tokenizer")
@@ -53,7 +53,6 @@ FORKED = {
     "generator": (
         "goaly.generate.engine",
         "goaly.generate.vllm_model",
-        "goaly.numerics.cpu_start",
         "vllm.v1.worker.cpu_worker",
     ),
     "rollout": ROLLOUT,

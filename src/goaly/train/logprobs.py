@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
 
-from goaly.numerics.bitwise import BitwiseLinear, product
-from goaly.numerics.bitwise_rows import log_softmax
+from goaly.numerics.bitwise_layers import BitwiseLinear
+from goaly.numerics.bitwise_operations import log_softmax, product
 from goaly.train.parallel import Head
 
 

@@ -70,7 +70,7 @@ class ModelEngine(ABC):
         self.dp_rank, self.dp_ranks, self.leads = self._parallel.dp_rank, settings.fsdp, self._parallel.leads
         self._row_multiple = settings.token_multiple
         if model.numerics == "bitwise":
-            from goaly.numerics.bitwise import row_multiple
+            from goaly.numerics.bitwise_operations import row_multiple
 
             self._row_multiple = math.lcm(self._row_multiple, row_multiple())
         self._steps_done = torch.zeros((), dtype=torch.int64)

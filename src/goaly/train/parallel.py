@@ -80,9 +80,12 @@ def build_parallel(
     attention = None if trainer.cp == 1 else context_attention(device.type)
     spec = model_spec(settings.path, attention=attention, numerics=settings.numerics, lora=lora)
     if device.type == "cpu" and settings.numerics == "fast":
-        from goaly.numerics.cpu_layers import LeanLinear, replace_linears
+        from torchtitan.models.common.linear import Linear
 
-        replace_linears(spec.model, LeanLinear)
+        from goaly.numerics.cpu_training import LeanLinear
+        from goaly.numerics.layer_replacement import replace_layers
+
+        replace_layers(spec.model, {Linear: LeanLinear})
     config: Any = spec.model
     rank = dist.get_rank() if trainer.ranks > 1 else 0
     stage = stage_of(len(config.layers), trainer.pp, rank // trainer.stage_ranks)

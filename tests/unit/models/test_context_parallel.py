@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from goaly.models import varlen_attention
-from goaly.models.attention import PackedAttention, PackedDocuments
+from goaly.models import attention as gpu_attention
 from goaly.models.context_attention import ContextAttention, ContextVarlenAttention
 from goaly.models.context_parallel import ContextRanks, SharedDocuments, is_cut, share, stretches
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments
 from tests.unit.models.varlen_kernel import kernel, kernel_gradients, kernel_with_sums
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -148,8 +148,8 @@ def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own( 
 ):
     lengths, ranks = documents
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
-    monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
+    monkeypatch.setattr(gpu_attention, "_kernel", kernel_with_sums)
+    monkeypatch.setattr(gpu_attention, "_kernel_gradients", kernel_gradients)
     window_size = ((heads.window or 0) - 1, 0)
     positions_T = positions_of(lengths, ranks)
     tokens, generator = len(positions_T), torch.Generator().manual_seed(0)

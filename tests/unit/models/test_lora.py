@@ -21,11 +21,11 @@ from goaly.models.adapter_folder import TENSORS, base_digest, merge
 from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
 from goaly.models.definition import folder_tensors, model_spec, versioned_tensors
-from goaly.models.experts import Experts
 from goaly.models.hf import load_hf
 from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
+from goaly.numerics.experts import Experts
 from goaly.plan.config import RunConfig
 from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings

@@ -7,8 +7,8 @@ import torch
 from torch.testing import assert_close
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from goaly.models import varlen_attention
-from goaly.models.attention import PackedAttention, PackedDocuments
+from goaly.models import attention as gpu_attention
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments
 from tests.unit.models.varlen_kernel import kernel_gradients, kernel_with_sums
 
 LENGTHS = [5, 600, 1, 256, 47, 300]
@@ -55,18 +55,18 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_
 
 @pytest.mark.parametrize("window", [0, 16])
 def test_the_attention_of_gpus_has_the_gradients_of_its_sinks(window: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(varlen_attention, "_kernel", kernel_with_sums)
-    monkeypatch.setattr(varlen_attention, "_kernel_gradients", kernel_gradients)
+    monkeypatch.setattr(gpu_attention, "_kernel", kernel_with_sums)
+    monkeypatch.setattr(gpu_attention, "_kernel_gradients", kernel_gradients)
     leaves, grad = drawn(window)
     q, k, v, sinks = leaves
     expected = plain(q, k, v, sinks, window)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     documents = create_varlen_metadata_for_document(positions)
-    found = varlen_attention.VarlenWithSinks.apply(q, k, v, sinks, documents, SCALE, (window - 1, 0))
+    found = gpu_attention.VarlenWithSinks.apply(q, k, v, sinks, documents, SCALE, (window - 1, 0))
     assert_close(found, expected, atol=2e-6, rtol=1e-5)
     wanted = torch.autograd.grad(expected, leaves, grad)
     for one, other in zip(torch.autograd.grad(found, leaves, grad), wanted, strict=True):
         assert_close(one, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
-    attention = varlen_attention.SinkVarlenAttention.Config(window_size=(window - 1, 0)).build()
+    attention = gpu_attention.SinkVarlenAttention.Config(window_size=(window - 1, 0)).build()
     rounded = attention(q[None], k[None], v[None], attention_masks=documents, scale=SCALE, sinks_N=sinks)[0]
     assert_close(rounded, expected, atol=0.05, rtol=0.05)  # in bfloat16

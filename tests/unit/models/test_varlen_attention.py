@@ -7,9 +7,8 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.tools import utils
 
-from goaly.models.attention import inner_attention
+from goaly.models.attention import BuiltInVarlenAttention, inner_attention
 from goaly.models.context_attention import ContextVarlenAttention
-from goaly.models.varlen_attention import BuiltInVarlenAttention
 
 
 @pytest.mark.parametrize(

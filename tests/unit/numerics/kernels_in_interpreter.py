@@ -30,10 +30,16 @@ from goaly.models.definition import prepare_torchtitan
 
 prepare_torchtitan()
 
-from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.models.settings import ModelSettings  # noqa: E402
 from goaly.models.tiny_model import TinyModel, write_tiny_model  # noqa: E402
-from goaly.numerics import bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers  # noqa: E402
+from goaly.numerics import (  # noqa: E402
+    bitwise_attention,
+    bitwise_expert_networks,
+    bitwise_layers,
+    bitwise_operations,
+)
+from goaly.numerics.bitwise_operations import log_softmax, product, silu, softmax  # noqa: E402
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments  # noqa: E402
 from goaly.train.settings import TrainerSettings  # noqa: E402
 from goaly.trajectory import TensorDict  # noqa: E402
 
@@ -56,7 +62,7 @@ def exact_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.create_dot = exact_dot
-for module in (bitwise, bitwise_attention, bitwise_networks, bitwise_rows, kernel_layers):
+for module in (bitwise_attention, bitwise_expert_networks, bitwise_layers, bitwise_operations):
     module.on_gpu = lambda tensor: True
 
 
@@ -68,30 +74,33 @@ def products_are_those_of_float64_but_for_noise() -> None:
     for dtype, (features, width) in itertools.product(DTYPES, [(96, 70), (33, 64), (200, 5)]):
         x, weight = random(70, features).to(dtype), random(width, features, seed=1).to(dtype)
         torch.testing.assert_close(
-            bitwise.product(x, weight).double(), x.double() @ weight.double().t(), atol=NOISE[dtype], rtol=1e-2
+            product(x, weight).double(),
+            x.double() @ weight.double().t(),
+            atol=NOISE[dtype],
+            rtol=1e-2,
         )
 
 
 def a_row_of_a_product_has_the_same_bits_in_any_rows_and_beside_any_columns() -> None:  # BW-1
     for dtype in DTYPES:
         x, weight = random(150, 96).to(dtype), random(70, 96, seed=1).to(dtype)
-        whole = bitwise.product(x, weight)
+        whole = product(x, weight)
         for count, start in itertools.product((1, 65), (0, 7, 64)):
-            assert torch.equal(bitwise.product(x[start : start + count], weight), whole[start : start + count])
-        assert torch.equal(bitwise.product(x, weight[:33]), whole[:, :33])
-        assert torch.equal(bitwise.product(x, weight[33:]), whole[:, 33:])
+            assert torch.equal(product(x[start : start + count], weight), whole[start : start + count])
+        assert torch.equal(product(x, weight[:33]), whole[:, :33])
+        assert torch.equal(product(x, weight[33:]), whole[:, 33:])
 
 
 def ranks_that_divide_the_features_add_up_to_one_rank() -> None:  # BW-2
     for dtype in DTYPES:
-        layer = bitwise.BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
+        layer = bitwise_layers.BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
         x = random(5, 96).to(dtype)
-        halves = [bitwise.product(*both) for both in zip(x.chunk(2, 1), layer.weight.chunk(2, 1), strict=True)]
+        halves = [product(*both) for both in zip(x.chunk(2, 1), layer.weight.chunk(2, 1), strict=True)]
         assert torch.equal(layer(x), halves[1] + halves[0])
 
 
 def a_linear_layer_has_the_gradients_of_an_ordinary_one() -> None:
-    layer = bitwise.BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build()
+    layer = bitwise_layers.BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build()
     given = [random(7, 96).requires_grad_(), layer.weight]
     _same_gradients(layer(given[0]), F.linear(*given), given)
 
@@ -100,29 +109,29 @@ def an_experts_rows_have_the_bits_of_its_own_product() -> None:  # BW-1, BN-2
     for dtype, rows in itertools.product(DTYPES, [(10, 0, 70, 5), (1, 1, 1, 1), (0, 0, 0, 85)]):
         x, w1, w3 = (random(*shape).to(dtype) for shape in ((sum(rows), 96), (4, 40, 96), (4, 40, 96)))
         w2 = random(4, 96, 40, seed=1).to(dtype)
-        found = bitwise_networks.networks(x, w1, w2, w3, rows, 2)
+        found = bitwise_expert_networks.networks(x, w1, w2, w3, rows, 2)
         for gate, down, up, part, out in zip(w1, w2, w3, x.split(rows), found.split(rows), strict=True):
-            hidden = bitwise.silu(bitwise.product(part, gate)) * bitwise.product(part, up)
+            hidden = silu(product(part, gate)) * product(part, up)
             sides = zip(hidden.chunk(2, 1), down.chunk(2, 1), out.chunk(2, 1), strict=True)
-            assert all(torch.equal(bitwise.product(a, b), side) for a, b, side in sides)
+            assert all(torch.equal(product(a, b), side) for a, b, side in sides)
 
 
 def a_rows_norm_and_softmaxes_are_torchs_and_the_same_in_any_rows() -> None:  # BW-4, BX-1
     for dtype, width in itertools.product(DTYPES, (33, 96, 1500)):
         x = 3 * random(9, width)
-        norm = kernel_layers.KernelRMSNorm.Config(normalized_shape=width, eps=1e-6).build().to(dtype)
+        norm = bitwise_layers.KernelRMSNorm.Config(normalized_shape=width, eps=1e-6).build().to(dtype)
         norm.weight.data.copy_(random(width, seed=1))
         given = x.to(dtype).requires_grad_()
         if dtype == torch.float32:
             _same_gradients(norm(given), F.rms_norm(given, (width,), norm.weight, 1e-6), [given, norm.weight])
             soft = x.clone().requires_grad_()
-            _same_gradients(bitwise_rows.softmax(soft), F.softmax(soft, -1), [soft])
+            _same_gradients(softmax(soft), F.softmax(soft, -1), [soft])
         torch.testing.assert_close(norm(given), F.rms_norm(given, (width,), norm.weight, 1e-6))
-        torch.testing.assert_close(bitwise_rows.log_softmax(x), x.log_softmax(-1))
+        torch.testing.assert_close(log_softmax(x), x.log_softmax(-1))
         for of_rows, rows in (
             (norm, x.to(dtype)),
-            (bitwise_rows.softmax, x),
-            (bitwise_rows.log_softmax, x),
+            (softmax, x),
+            (log_softmax, x),
         ):
             whole = of_rows(rows)
             assert all(torch.equal(of_rows(rows[at : at + 2]), whole[at : at + 2]) for at in (0, 1, 7))

@@ -13,16 +13,15 @@ prepare_torchtitan()
 
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm  # noqa: E402
 
-from goaly.models.attention import PackedAttention, PackedDocuments  # noqa: E402
-from goaly.numerics import bitwise  # noqa: E402
-from goaly.numerics.bitwise import BitwiseLinear, product, silu  # noqa: E402
 from goaly.numerics.bitwise_attention import (  # noqa: E402
     BitwiseAttention,
     PagedDocuments,
     Queries,
     write_pages,
 )
-from goaly.numerics.kernel_layers import KernelComplexRoPE, KernelRMSNorm, KernelRoPE  # noqa: E402
+from goaly.numerics.bitwise_layers import BitwiseLinear, KernelComplexRoPE, KernelRMSNorm, KernelRoPE  # noqa: E402
+from goaly.numerics.bitwise_operations import product, silu  # noqa: E402
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 3, 5, 13, 16, 31, 33, 64, 200)
@@ -51,7 +50,7 @@ def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_col
 def test_products_a_tile_at_a_time_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch):
     x, weight = random(100, 96), random(64, 96, seed=1)
     whole = product(x, weight)
-    monkeypatch.setattr(bitwise, "_whole_is_exact", lambda *_: False)
+    monkeypatch.setattr("goaly.numerics.bitwise_operations._whole_is_exact", lambda *_: False)
     assert torch.equal(product(x, weight), whole)
 
 
@@ -110,7 +109,7 @@ def test_a_linear_layer_has_the_gradients_of_an_ordinary_one():
 def test_the_gradients_of_a_bfloat16_layer_are_as_accurate_as_those_of_an_ordinary_one(
     monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
 ):
-    monkeypatch.setattr("goaly.numerics.cpu_layers._multiplies_bfloat16", lambda: multiplies_bfloat16)
+    monkeypatch.setattr("goaly.numerics.cpu_training._multiplies_bfloat16", lambda: multiplies_bfloat16)
     layer = BitwiseLinear.Config(in_features=1040, out_features=300, slices=2).build().bfloat16()
     x, upstream = (random(7, 9, width).bfloat16().requires_grad_() for width in (1040, 300))
     weight = layer.weight.detach().double().requires_grad_()

@@ -15,9 +15,9 @@ prepare_torchtitan()
 
 from goaly.models.architecture import architecture  # noqa: E402
 from goaly.models.tiny_model import TinyModel, model_config  # noqa: E402
-from goaly.numerics.bitwise_decoder import make_bitwise  # noqa: E402
+from goaly.numerics.bitwise_expert_networks import networks  # noqa: E402
 from goaly.numerics.bitwise_experts import Combined, highest  # noqa: E402
-from goaly.numerics.bitwise_networks import networks  # noqa: E402
+from goaly.numerics.bitwise_layers import make_bitwise  # noqa: E402
 from tests.unit.numerics.test_bitwise import random  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  
 
 
 def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypatch: pytest.MonkeyPatch):  # BN-1
-    monkeypatch.setattr("goaly.numerics.bitwise_networks._kernel_is_exact", lambda *_: False)
+    monkeypatch.setattr("goaly.numerics.bitwise_expert_networks._kernel_is_exact", lambda *_: False)
     with pytest.raises(ConfigError, match=f"a row of an expert of width {KERNEL} depends on its place"):
         layer().routed_experts.inner_experts.pack()
 
@@ -190,7 +190,7 @@ def test_bfloat16_networks_are_float32_ones_whose_outputs_are_rounded_once():
 
 def test_a_process_that_has_not_multiplied_yet_may_compute_networks():  # BN-1
     of_experts = ", ".join(f"torch.ones(2, {shape}).bfloat16()" for shape in ("32, 64", "64, 32", "32, 64"))
-    computed = f"import torch\nfrom goaly.numerics.bitwise_networks import networks\nwith torch.no_grad():\n\
+    computed = f"import torch\nfrom goaly.numerics.bitwise_expert_networks import networks\nwith torch.no_grad():\n\
     networks(torch.ones(4, 64).bfloat16(), {of_experts}, [1, 3])"
     subprocess.run([sys.executable, "-c", computed], check=True)
 

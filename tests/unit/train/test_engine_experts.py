@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from goaly.losses.kl import k3
 from goaly.losses.objective import Contribution, PolicyObjective
-from goaly.models.experts import MixtureOfExperts
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
+from goaly.numerics.experts import MixtureOfExperts
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import Microbatch
@@ -73,7 +73,7 @@ def test_no_choice_is_dropped_also_if_one_expert_is_chosen_by_all(with_experts: 
 def test_choices_that_no_expert_computes_are_reported(
     with_experts: Callable[[float], TrainEngine], monkeypatch: pytest.MonkeyPatch
 ):
-    from goaly.models.experts import LocalTokenDispatcher
+    from goaly.numerics.experts import LocalTokenDispatcher
 
     dispatch, capacity = LocalTokenDispatcher.dispatch, 60
 

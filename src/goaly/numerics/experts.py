@@ -17,6 +17,8 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
+from goaly.numerics.layer_replacement import of_rank
+
 warnings.filterwarnings(
     "ignore", message="In CPU autocast, but the target dtype"
 )  # torchtitan's router asks for float32
@@ -115,11 +117,6 @@ class MixtureOfExperts(MoE):
         _, own_BLK, _ = self.router(x_BLD, self.expert_bias_E)
         own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, of_rank(own_BLK), True)
         self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
-
-
-def of_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this rank has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from goaly.base.errors import ConfigError
-from goaly.numerics.bitwise import multiply, on_gpu, row_multiple, silu
-from goaly.numerics.cpu_layers import quickly_multiplied
+from goaly.numerics.bitwise_operations import multiply, on_gpu, row_multiple, silu
+from goaly.numerics.cpu_training import quickly_multiplied
 
 INSTRUCTIONS = "vec"
 """The kernel of float32 networks."""

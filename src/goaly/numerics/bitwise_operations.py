@@ -1,9 +1,6 @@
-"""The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
+"""The operations of `model.numerics=bitwise`: products, activations and softmaxes of rows that are independent.
 
-Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
-gradients are those of ordinary layers. `kernel_layers.py` has norms and rotations, `bitwise_attention.py` attention,
-`bitwise_experts.py` experts, `bitwise_rows.py` softmaxes, and `bitwise_decoder.py` puts all of them into a model. On a
-GPU the operations are those of `bitwise_kernels.py`, in which a row never depends on another.
+On a GPU they are those of `bitwise_kernels.py`, in which a row never depends on another.
 
 Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
 without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
@@ -11,7 +8,10 @@ few rows are padded, and the first product with a weight of some shape is compar
 machine where they differ, rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of
 vLLM's kernel, which is oneDNN, too, and is compared in the same way.
 
-Shape suffixes: T tokens, K input features, N output features, R rows of a tile.
+torch reduces each row of a softmax by itself on a CPU. On a GPU its kernels may choose by the address of a row or the
+number of rows how they reduce.
+
+Shape suffixes: T tokens, K input features, N output features, R rows of a tile, D the last dimension.
 
 Invariants
     BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
@@ -19,22 +19,19 @@ Invariants
     BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
           parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
     BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
+    BX-1  A row's softmax has the same bits in any place of a tensor, in any number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
+from torch.distributed.tensor import DTensor
 
 from goaly.base.errors import ConfigError
-from goaly.models.experts import of_rank
-from goaly.numerics.cpu_layers import linear_gradients, onednn_product, packed_weight, quickly_multiplied
+from goaly.numerics.cpu_training import linear_gradients, onednn_product, packed_weight, quickly_multiplied
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
@@ -45,66 +42,6 @@ GRAIN = 1 << 15
 """Fewest elements for which torch uses a further thread."""
 PackedSlices = tuple[Any, ...]
 """A weight's slices of input features, as vLLM's handles."""
-
-
-class BitwiseLinear(Linear):
-    """A linear layer whose rows do not depend on each other's number (BW-1)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        """A linear layer's, and the parts in which its input features are summed (BW-2)."""
-
-        slices: int = 1
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self._slices = config.slices
-        self._packed: PackedSlices | None = None
-
-    def pack(self) -> None:
-        """Copy the weight into the order of vLLM's kernel, for a sampler on one rank; again whenever it changes."""
-        weight = self.weight
-        is_whole = weight.shape == (self.out_features, self.in_features) and not isinstance(weight, DTensor)
-        self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with the weight."""
-        weight = self.weight
-        if self._packed is not None:
-            return packed_product(input, self._packed, weight.dtype)
-        if not isinstance(input, DTensor):
-            return self._of_rank(input, of_rank(weight))
-        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
-        mesh, (placement,) = weight.device_mesh, weight.placements
-        (given,) = input.placements
-        out_placement: Placement
-        input_gradient, weight_gradient = given, placement
-        match placement:
-            case Shard(dim=0):
-                out_placement, input_gradient = Shard(input.ndim - 1), Partial()
-            case Shard():
-                out_placement = Partial()
-            case _:
-                out_placement = given
-                weight_gradient = Partial() if isinstance(given, Shard) else placement
-        x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
-        return DTensor.from_local(self._of_rank(x, w), mesh, [out_placement], run_check=False)
-
-    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The output of a rank that has this part of the weight."""
-        return linear(x, weight, self._slices * weight.shape[1] // self.in_features)
-
-
-class BitwiseFeedForward(FeedForward):
-    """A gated feed-forward network with an exact activation (BW-3)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FeedForward.Config):
-        """torchtitan's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The network's output."""
-        return self.w2(on_local(silu, self.w1(x)) * self.w3(x))
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -150,6 +87,27 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
 
 
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """The softmax over the last dimension of a float32 tensor (BX-1)."""
+    return _Softmax.apply(x) if on_gpu(x) else F.softmax(x, dim=-1)
+
+
+def log_softmax(x_TD: torch.Tensor) -> torch.Tensor:
+    """The log-softmax of each row in float32 (BX-1), without a gradient."""
+    if on_gpu(x_TD):
+        from goaly.numerics import bitwise_kernels
+
+        return bitwise_kernels.log_softmax(x_TD)
+    return x_TD.log_softmax(-1, dtype=torch.float32)
+
+
+def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The function of each rank's part."""
+    if not isinstance(x, DTensor):
+        return function(x)
+    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)
+
+
 def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
     width, features = len(weight_NK), weight_NK.shape[1] // slices
@@ -193,6 +151,21 @@ class _ExactLinear(torch.autograd.Function):
             return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), None
         grad_x = torch.mm(grad, weight_NK) if of_x else None
         return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        from goaly.numerics import bitwise_kernels
+
+        out = bitwise_kernels.softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (out,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grad, out, -1, out.dtype)
 
 
 def row_multiple() -> int:
@@ -254,10 +227,3 @@ def _product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     if torch.backends.mkldnn.is_available():
         return onednn_product(x_TK, weight_NK)
     return torch.mm(x_TK, weight_NK.t())
-
-
-def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The function of each rank's part."""
-    if not isinstance(x, DTensor):
-        return function(x)
-    return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)

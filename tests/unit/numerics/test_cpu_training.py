@@ -14,7 +14,8 @@ from torchtitan.models.common import CosSinRoPE, RMSNorm  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
 from goaly.models.tiny_model import TinyModel, model_config  # noqa: E402
-from goaly.numerics.cpu_layers import LeanLinear, LeanRMSNorm, LeanRoPE, replace_linears  # noqa: E402
+from goaly.numerics.cpu_training import LeanLinear, LeanRMSNorm, LeanRoPE  # noqa: E402
+from goaly.numerics.layer_replacement import replace_layers  # noqa: E402
 
 TOKENS = 3000
 """More than one piece."""
@@ -84,7 +85,7 @@ def test_the_linear_layer_and_its_gradients_are_no_less_exact_than_torchs(tokens
 
 def test_every_linear_layer_of_a_config_becomes_lean() -> None:
     decoder = spec_of(architecture(model_config(TinyModel(layers=2)))).model
-    replace_linears(decoder, LeanLinear)
+    replace_layers(decoder, {Linear: LeanLinear})
     layers = [one for one in decoder.build().modules() if isinstance(one, Linear)]
     assert [type(one) for one in layers] == [LeanLinear] * (2 * 5 + 1)
 

@@ -1,12 +1,14 @@
-"""torchtitan's norm and rotary embeddings by one kernel each, with gradients.
+"""The layers of `model.numerics=bitwise`: a token gets the same bits, whatever is computed beside it.
 
-On a CPU they are vLLM's kernels for float32: torchtitan writes a norm as six operations and a rotation as sixteen. On a
-GPU the norm is that of `bitwise_kernels.py`. Other types on a CPU, and rotations on a GPU, are torchtitan's: the kernel
-would round angles to bfloat16. Samplers use these layers where they may differ from the trainer in the last bits, and
-with `numerics: bitwise` both sides do.
+Trainer and sampler build the same layers, so their log-probs are equal to the last bit. Only forward passes are exact;
+gradients are those of ordinary layers. Attention is in `bitwise_attention.py`, experts are in `bitwise_experts.py`.
+
+Norms and rotations on a CPU are vLLM's kernels for float32: torchtitan writes a norm as six operations and a rotation
+as sixteen. On a GPU the norm is that of `bitwise_kernels.py`. Other types on a CPU, and rotations on a GPU, are
+torchtitan's: the kernel would round angles to bfloat16. Samplers of fast numerics on CPUs use these layers, too.
 
 torchtitan's complex rotation of adjacent features is one product, but a complex product has other bits in the remainder
-of a vector loop. With `numerics: bitwise` it is the kernel's on a CPU, in float32 for any type.
+of a vector loop. Here it is the kernel's on a CPU, in float32 for any type.
 
 Shape suffixes: T tokens, D the last dimension.
 
@@ -19,19 +21,104 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
-from goaly.models.experts import of_rank
-from goaly.numerics.bitwise import on_gpu
-from goaly.numerics.cpu_layers import LeanRMSNorm, norm_gradients
+from goaly.numerics import SLICES
+from goaly.numerics.bitwise_experts import BitwiseDispatcher, BitwiseExperts, BitwiseRoutedExperts, BitwiseRouter
+from goaly.numerics.bitwise_operations import PackedSlices, linear, on_gpu, on_local, pack, packed_product, silu
+from goaly.numerics.cpu_training import LeanRMSNorm, LeanRoPE, norm_gradients
+from goaly.numerics.experts import Dispatcher, Experts
+from goaly.numerics.layer_replacement import of_rank, replace_layers
 
 
-class KernelRMSNorm(LeanRMSNorm):
+def make_bitwise(decoder: Any) -> None:
+    """Replace the layers in the config of a torchtitan decoder."""
+    layers = {
+        Linear: BitwiseLinear,
+        FeedForward: BitwiseFeedForward,
+        TokenChoiceTopKRouter: BitwiseRouter,
+        RoutedExperts: BitwiseRoutedExperts,
+        Experts: BitwiseExperts,
+        Dispatcher: BitwiseDispatcher,
+        ComplexRoPE: KernelComplexRoPE,
+    }
+    replace_layers(decoder, layers | dict.fromkeys((RMSNorm, LeanRMSNorm), KernelRMSNorm))
+    replace_layers(decoder, dict.fromkeys((CosSinRoPE, LeanRoPE), KernelRoPE))
+    for layer in decoder.layers:
+        layer.attention.wo.slices = SLICES
+        if layer.moe is None:
+            layer.feed_forward.w2.slices = SLICES
+
+
+class BitwiseLinear(Linear):
+    """A linear layer whose rows do not depend on each other's number (BW-1)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """A linear layer's, and the parts in which its input features are summed (BW-2)."""
+
+        slices: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._slices = config.slices
+        self._packed: PackedSlices | None = None
+
+    def pack(self) -> None:
+        """Copy the weight into the order of vLLM's kernel, for a sampler on one rank; again whenever it changes."""
+        weight = self.weight
+        is_whole = weight.shape == (self.out_features, self.in_features) and not isinstance(weight, DTensor)
+        self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight."""
+        weight = self.weight
+        if self._packed is not None:
+            return packed_product(input, self._packed, weight.dtype)
+        if not isinstance(input, DTensor):
+            return self._of_rank(input, of_rank(weight))
+        assert isinstance(weight, DTensor), "tensor-parallel layers exchange DTensors"
+        mesh, (placement,) = weight.device_mesh, weight.placements
+        (given,) = input.placements
+        out_placement: Placement
+        input_gradient, weight_gradient = given, placement
+        match placement:
+            case Shard(dim=0):
+                out_placement, input_gradient = Shard(input.ndim - 1), Partial()
+            case Shard():
+                out_placement = Partial()
+            case _:
+                out_placement = given
+                weight_gradient = Partial() if isinstance(given, Shard) else placement
+        x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
+        return DTensor.from_local(self._of_rank(x, w), mesh, [out_placement], run_check=False)
+
+    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The output of a rank that has this part of the weight."""
+        return linear(x, weight, self._slices * weight.shape[1] // self.in_features)
+
+
+class BitwiseFeedForward(FeedForward):
+    """A gated feed-forward network with an exact activation (BW-3)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        """torchtitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output."""
+        return self.w2(on_local(silu, self.w1(x)) * self.w3(x))
+
+
+class KernelRMSNorm(RMSNorm):
     """RMSNorm whose rows do not depend on their place (BW-4)."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LeanRMSNorm.Config):
+    class Config(RMSNorm.Config):
         """torchtitan's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ Invariants
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,8 +27,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, RMSNorm
 from torchtitan.models.common.linear import Linear
-
-from goaly.models.titan_config import fields_of
 
 BATCH_SIZES = 512
 """Numbers of rows for which vLLM's kernel keeps what it has prepared."""
@@ -86,18 +84,6 @@ def lean_linear(x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
     if torch.backends.mkldnn.is_available() and x.device.type == "cpu" and _is_float32(x, weight_OD):
         return _LeanProduct.apply(x, weight_OD)
     return torch.nn.functional.linear(x, weight_OD)
-
-
-def replace_linears(config: Any, kind: Any) -> None:
-    """Replace torchtitan's linear layers in the config of a model by layers of this kind."""
-    for field in fields(config):
-        part = getattr(config, field.name)
-        if type(part) is Linear.Config:
-            setattr(config, field.name, kind.Config(**fields_of(part)))
-            continue
-        for inner in part if isinstance(part, list) else (part,):
-            if is_dataclass(inner):
-                replace_linears(inner, kind)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
