@@ -37,7 +37,7 @@ from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings
-from goaly.base.telemetry import logs
+from goaly.base.telemetry import process_logs
 from goaly.generate.generator import Generator
 from goaly.generate.policy import Policy
 from goaly.generate.request import Sampling
@@ -193,7 +193,7 @@ def _settings(streams: int) -> GeneratorSettings:
 def _begin_generator(core: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {core})
-    logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-gateway.log")
+    process_logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-gateway.log")
 
 
 @contextmanager

@@ -108,9 +108,9 @@ def settings(engine: str) -> GeneratorSettings:
 def _one_thread() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    from goaly.base.telemetry import logs
+    from goaly.base.telemetry import process_logs
 
-    logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-generate.log")
+    process_logs.quiet(Path(tempfile.gettempdir()) / "goaly-bench-generate.log")
 
 
 class Measured(Generator):

@@ -36,7 +36,7 @@ from apps.grpo.main import collect, episode, train
 from bench.report import Machine, append, options, write
 from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.base.config import load
-from goaly.base.telemetry import logs
+from goaly.base.telemetry import process_logs
 from goaly.plan.config import RunConfig
 from goaly.run.run import Run
 
@@ -202,7 +202,7 @@ def _run(config: RunConfig, of_load: EpisodeFunction, script: Any, run_dir: Path
         async with started(config, of_load, run_dir) as run:
             await script(run)
 
-    with logs.controller(run_dir / "logs" / "controller.log"):
+    with process_logs.controller(run_dir / "logs" / "controller.log"):
         asyncio.run(main())
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.report import Machine, exit_on_terminate, options, write
 from goaly.base.config import load
-from goaly.base.telemetry.lines import read_lines
+from goaly.base.json_text import read_lines
 from goaly.plan.config import RunConfig
 
 CONFIG = "configs/grpo/tiny.yaml"
@@ -189,7 +189,7 @@ def run_side(side: str, config: RunConfig, argv: Sequence[str], peer_python: Pat
 def as_goaly(argv: Sequence[str], folder: Path) -> None:
     """goaly's side: the loop of `apps.grpo.main` without its evaluations, with a line for each step."""
     from apps.grpo.main import collect, episode, train
-    from goaly.base.telemetry import logs
+    from goaly.base.telemetry import process_logs
     from goaly.run.run import Run
     from goaly.run.start import started
 
@@ -213,7 +213,7 @@ def as_goaly(argv: Sequence[str], folder: Path) -> None:
             lines.append({"at": at, "reward": step["reward/mean"], "tokens": step["step/tokens"]})
         (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    with logs.controller(run_dir / "logs" / "controller.log"):
+    with process_logs.controller(run_dir / "logs" / "controller.log"):
         asyncio.run(main())
 
 

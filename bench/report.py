@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from goaly.base.folder import open_lines
-from goaly.base.telemetry.lines import read_lines
+from goaly.base.atomic_files import open_lines
+from goaly.base.json_text import read_lines
 
 T = TypeVar("T")
 

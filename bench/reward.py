@@ -16,7 +16,7 @@ from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ArithmeticSettings
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import VerifierPool
+from goaly.reward.verifier_pool import VerifierPool
 
 ROUNDS = 5
 SERIAL = 200

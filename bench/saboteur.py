@@ -51,7 +51,7 @@ POINTS = {
     "pull": "goaly.weights.subscriber:Subscriber._pull",
     "apply": "goaly.generate.engine:Engine.apply",
     "episode": "goaly.rollout.group:GroupRunner._run_one",
-    "judge": "goaly.reward.verifiers:VerifierPool._judge",
+    "judge": "goaly.reward.verifier_pool:VerifierPool._judge",
     "agree": "goaly.generate.engine_loop:RankLink.all_agree",
 }
 """What a process does, and the method that does it."""
@@ -160,7 +160,7 @@ def _verifier() -> int:
     children = [
         int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
     ]
-    return next(pid for pid in children if b"goaly.reward.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(pid for pid in children if b"verifier_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 class Doorkeeper:

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.chart import line_chart
 from bench.report import Interval, append, digest, finished, options, write
+from goaly.base.process import die_with
 from goaly.losses.settings import LossSettings, Rejection
-from goaly.reward.child import die_with
 
 if TYPE_CHECKING:
     from bench.lagged import Laboratory, LaggedSettings

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 
-from goaly.reward.child import die_with
+from goaly.base.process import die_with
 
 SEMAPHORES = "program-"
 """Semaphores of a program, and of its children by multiprocessing, have names that begin so, and with its pid."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from goaly.reward.child import die_with
+from goaly.base.process import die_with
 from goaly.run.process_agent import lasting_port
 from tests.program import Program
 

@@ -17,7 +17,7 @@ import mcp
 import openai
 from mcp.client.streamable_http import streamable_http_client
 
-from goaly.base.bounded_json import bounded_json
+from goaly.base.json_text import bounded_json
 
 MODEL = "policy"
 MOST_TURNS = 4

@@ -61,7 +61,7 @@ def games() -> EnvironmentPool[LimitedEnvironment]:
     from goaly.environments.limits import LimitedEnvironment
     from goaly.environments.openenv import OpenEnvironment
     from goaly.environments.pool import EnvironmentPool
-    from goaly.environments.process import Command, Server
+    from goaly.environments.server_process import Command, Server
 
     arguments = [PYTHON, str(Path(__file__).with_name("game_server.py")), "{fd}", str(MOST_GAMES)]
     server = Server(Command(arguments=arguments, log=Path("/dev/null")))

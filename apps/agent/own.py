@@ -4,8 +4,8 @@ python -m apps.agent.own --config configs/agent/calculator.yaml agent=null
 """
 
 from apps.grpo.main import grpo
-from goaly.base.bounded_json import bounded_json
 from goaly.base.config import run_cli
+from goaly.base.json_text import bounded_json
 from goaly.plan.config import RunConfig
 from goaly.prompts.prompt import Message
 from goaly.run.launch import launch

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apps.eval.config import EvalConfig
+from goaly.base.atomic_files import writing
 from goaly.base.config import Loaded, run_cli, to_yaml
 from goaly.base.errors import ConfigError, RunFailed, first_error
-from goaly.base.folder import writing
-from goaly.reward.trial import trial
+from goaly.reward.verifier_trial import trial
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
@@ -48,7 +48,7 @@ async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
 @asynccontextmanager
 async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
     """The verifier, which runs in child processes."""
-    from goaly.reward.verifiers import Judge
+    from goaly.reward.verifier_pool import Judge
 
     pool = Judge(config.reward, config.evaluation.verifiers)
     await pool.start()

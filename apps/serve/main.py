@@ -15,10 +15,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from goaly.base.atomic_files import writing
 from goaly.base.config import Loaded, run_cli, to_yaml
 from goaly.base.errors import first_error
-from goaly.base.folder import writing
-from goaly.base.telemetry import logs
+from goaly.base.telemetry import process_logs
 from goaly.run.serve_config import ServeConfig
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout
@@ -67,7 +67,7 @@ def main(loaded: Loaded[ServeConfig]) -> int:
     folder = Path(config.folder.replace("{time}", time.strftime("%Y%m%d-%H%M%S")))
     with ExitStack() as opened:
         with writing(f"folder={config.folder}"):
-            opened.enter_context(logs.controller(folder / "logs" / "server.log"))
+            opened.enter_context(process_logs.controller(folder / "logs" / "server.log"))
         return asyncio.run(serve(config, folder))
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from apps.sft.config import SftConfig
 from apps.sft.ranks import is_first_rank, join_ranks, wait_for_all_ranks
+from goaly.base.atomic_files import writing
 from goaly.base.config import Loaded, run_cli, to_yaml
-from goaly.base.folder import writing
 from goaly.models.settings import ModelSettings
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from goaly.base.config import RUN_CONFIG, to_yaml
 from goaly.base.config.check import check
 from goaly.base.config.schema import plain
 from goaly.base.errors import ConfigError, GoalyError, RunFailed, first_error
-from goaly.base.telemetry import logs
+from goaly.base.telemetry import process_logs
 from goaly.base.telemetry.metrics import MetricsWriter
 from goaly.journal.checkpoint import Checkpoint, Checkpoints
 from goaly.journal.logged_queue import LoggedQueue
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if asked.into is not None:
             (folder / RUN_CONFIG).write_text(to_yaml(asked.config))
-        with logs.controller(folder / "logs" / "controller.log"):
+        with process_logs.controller(folder / "logs" / "controller.log"):
             try:
                 found = asyncio.run(train_again(asked, folder))
             except BaseExceptionGroup as group:

@@ -41,8 +41,8 @@ import torch
 
 from goaly.base.errors import EpisodeError, SchemaError
 from goaly.base.process import without_the_compiler
-from goaly.base.telemetry.counts import count
-from goaly.base.tensor_file import Buffer, TensorFile, tensor_file
+from goaly.base.safetensors_file import Buffer, TensorFile, tensor_file
+from goaly.base.telemetry.metrics import count
 
 with without_the_compiler():  # goaly compiles no code that uses a TensorDict
     from tensordict import TensorDict
@@ -132,7 +132,7 @@ class Group:
     source: str
     samples: tuple[Trajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Counts of events in its episodes, by the name of the metric (`goaly.base.telemetry.counts`)."""
+    """Counts of events in its episodes, by the name of the metric (`goaly.base.telemetry.metrics`)."""
     left: int = 0
     """Episodes that are not in it (`rollout.cut_off_reward=exclude`)."""
     _encoded: bytearray | None = field(default=None, init=False, repr=False, compare=False)

@@ -47,7 +47,7 @@ def breakable() -> type:
 
 async def ended(mesh: Any) -> list[asyncio.Event]:
     """An event for each process of the mesh, set once it has ended."""
-    from goaly.base.liveness import ExitWatch
+    from goaly.base.process import ExitWatch
     from goaly.run.process_agent import ProcessAgent
 
     marks = await mesh.spawn("agent", ProcessAgent).mark.call()

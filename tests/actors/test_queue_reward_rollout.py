@@ -25,7 +25,7 @@ from goaly.journal.log_writer import LogWriter
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
-from goaly.reward.pool import RewardPool
+from goaly.reward.pool_actor import RewardPool
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.running import GENERATING, EvaluationFailed, Failed

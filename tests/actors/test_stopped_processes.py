@@ -10,8 +10,7 @@ import pytest
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from goaly.base.errors import RunFailed
-from goaly.base.liveness import ExitWatch, SilenceWatch, process_mark
-from goaly.base.process import give_up
+from goaly.base.process import ExitWatch, SilenceWatch, give_up, process_mark
 from goaly.plan.host_settings import HostSettings
 from goaly.plan.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.run.hosts import Hosts

@@ -13,7 +13,7 @@ from monarch.actor import ActorError, this_proc
 from spawned import spawn
 
 from goaly.base.errors import WeightsError, WritersGone
-from goaly.base.liveness import process_mark
+from goaly.base.process import process_mark
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import Layout
 from goaly.weights.publisher import Publisher

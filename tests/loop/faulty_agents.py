@@ -20,8 +20,8 @@ from goaly.agents.gateway import Endpoint
 from goaly.base.config import Loaded, run_cli
 from goaly.environments.http_function import HttpFunction
 from goaly.environments.mcp_tools import McpTools
-from goaly.environments.process import Command, Server, ServerProcess
 from goaly.environments.protocol import EnvironmentDied
+from goaly.environments.server_process import Command, Server, ServerProcess
 from goaly.generate.policy import Completion, Policy
 from goaly.generate.request import Sampling
 from goaly.plan.config import RunConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from goaly.agents.answer_stream import AnswerReading, AnswerStream
 from goaly.agents.conversation import Conversation
-from goaly.base.bounded_json import bounded_json
+from goaly.base.json_text import bounded_json
 from goaly.generate.policy import Completion
 from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS
 from goaly.prompts.prompt import ASSISTANT, Message

@@ -13,7 +13,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from goaly.base.bounded_json import bounded_json
+from goaly.base.json_text import bounded_json
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.template import text_of
 

@@ -24,7 +24,7 @@ from goaly.agents.app_server import AppServer
 from goaly.agents.gateway import key_of
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
-from goaly.base.bounded_json import bounded_json
+from goaly.base.json_text import bounded_json
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
 

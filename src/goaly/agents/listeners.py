@@ -15,7 +15,7 @@ from ipaddress import ip_address
 
 from goaly.agents.settings import EndpointSettings
 from goaly.base.errors import ConfigError
-from goaly.base.liveness import is_own_user
+from goaly.base.process import is_own_user
 
 BACKLOG = 1024
 """Clients that may wait for the server to accept them."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from goaly.agents.episode_folder import OTHER_HOMES, PROMPT_FILE, EpisodeFolder
 from goaly.base.errors import EpisodeError
-from goaly.environments.process import end_of, guarded, stopped
+from goaly.environments.server_process import end_of, guarded, stopped
 from goaly.prompts.prompt import Prompt
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from goaly.agents.turn import Record
-from goaly.base.folder import open_lines
+from goaly.base.atomic_files import open_lines
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from goaly.base.config.settings import NonNegativeFloat, PositiveInt, Section, Settings
-from goaly.base.dotted_path import function_at
+from goaly.base.registry import function_at
 from goaly.prompts.settings import ChatSettings
 
 LAST_PORT = 65535

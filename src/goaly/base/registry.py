@@ -10,13 +10,23 @@ not found, or does not take these options, is an error before anything runs.
 """
 
 import functools
+import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from goaly.base.config.wording import show
-from goaly.base.dotted_path import function_at
+
+
+def function_at(path: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names; a ValueError if its module has no such function."""
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(f"module {module} has no function {name!r}")
+    return function
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

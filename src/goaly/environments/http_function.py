@@ -14,8 +14,7 @@ from typing import Any
 
 import httpx
 
-from goaly.base.bounded_json import MOST_CHARACTERS
-from goaly.environments.process import Elsewhere, Server, ServerProcess
+from goaly.base.json_text import MOST_CHARACTERS
 from goaly.environments.protocol import (
     SHOWN,
     ActionRefused,
@@ -29,6 +28,7 @@ from goaly.environments.protocol import (
     read,
     stepped,
 )
+from goaly.environments.server_process import Elsewhere, Server, ServerProcess
 
 _ERRORS = 400
 _REFUSED = 422

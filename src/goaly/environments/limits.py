@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from goaly.base.telemetry.counts import count
+from goaly.base.telemetry.metrics import count
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,

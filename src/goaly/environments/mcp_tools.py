@@ -20,11 +20,11 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
-from goaly.base.bounded_json import bounded_json
 from goaly.base.errors import first_error
-from goaly.base.telemetry.counts import count
-from goaly.environments.process import Command, Elsewhere, ServerProcess
+from goaly.base.json_text import bounded_json
+from goaly.base.telemetry.metrics import count
 from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentDied, EnvironmentTimeout
+from goaly.environments.server_process import Command, Elsewhere, ServerProcess
 from goaly.prompts.prompt import Message
 
 RESULT_CHARACTERS = 1_000_000

@@ -12,8 +12,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from goaly.base.bounded_json import MOST_CHARACTERS
-from goaly.environments.process import Elsewhere, Server, ServerProcess
+from goaly.base.json_text import MOST_CHARACTERS
 from goaly.environments.protocol import (
     SHOWN,
     ActionRefused,
@@ -26,6 +25,7 @@ from goaly.environments.protocol import (
     read,
     stepped,
 )
+from goaly.environments.server_process import Elsewhere, Server, ServerProcess
 
 _REFUSALS = ("VALIDATION_ERROR", "EXECUTION_ERROR", "INVALID_JSON")
 """Codes of errors after which the session goes on."""

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 from goaly.base.errors import cause_of
-from goaly.base.telemetry.counts import count
+from goaly.base.telemetry.metrics import count
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from goaly.base.bounded_json import bounded_json
 from goaly.base.errors import EpisodeError
+from goaly.base.json_text import bounded_json
 
 SHOWN = 200
 """Characters of a reply in an error."""

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
 
-from goaly.base.liveness import ExitWatch, this_host
+from goaly.base.process import ExitWatch, this_host
 from goaly.generate.connection import Leave, Results, ToReplica, Ways
 from goaly.generate.line import Line, open_line
 

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.base.errors import ReplicaLost, root_cause
-from goaly.base.liveness import ProcessMark, this_process
-from goaly.base.process import vital_task
+from goaly.base.process import ProcessMark, this_process, vital_task
 from goaly.generate.line import Line, Listener
 from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.generate.streamed_answer import AnswerPart, OnPart

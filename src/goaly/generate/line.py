@@ -21,8 +21,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from goaly.base.liveness import is_own_user
-from goaly.base.process import give_up
+from goaly.base.process import give_up, is_own_user
 
 LENGTH = struct.Struct("<Q")
 

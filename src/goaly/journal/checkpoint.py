@@ -23,7 +23,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from goaly.base.folder import remove, sync
+from goaly.base.atomic_files import remove, sync
 
 logger = logging.getLogger(__name__)
 

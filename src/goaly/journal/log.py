@@ -23,9 +23,9 @@ from typing import BinaryIO
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from goaly.base.atomic_files import put_file
 from goaly.base.errors import CorruptLog
-from goaly.base.folder import put_file
-from goaly.base.tensor_file import Buffer
+from goaly.base.safetensors_file import Buffer
 
 FORMAT = 2
 """The version of the frames and of goaly's records in them."""

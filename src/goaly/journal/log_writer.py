@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from goaly.base.atomic_files import put_file, sync
 from goaly.base.errors import CorruptLog, RunFailed
-from goaly.base.folder import put_file, sync
-from goaly.base.tensor_file import Buffer
+from goaly.base.safetensors_file import Buffer
 from goaly.base.watchdog import Work
 from goaly.journal.log import (
     PLACE,

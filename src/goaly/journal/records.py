@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 
 from goaly.backlog.events import Annotated, Event
-from goaly.base.tensor_file import Buffer, TensorFile, tensor_file
+from goaly.base.safetensors_file import Buffer, TensorFile, tensor_file
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.prompt import Prompt
 from goaly.trajectory import Group

@@ -26,9 +26,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import ConfigError
-from goaly.base.folder import put_in_place
-from goaly.base.tensor_file import MAX_FILE_BYTES
+from goaly.base.safetensors_file import MAX_FILE_BYTES
 from goaly.models.architecture import read_config
 from goaly.models.lora import is_adapter, merged
 

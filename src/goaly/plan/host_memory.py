@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from goaly.base.tensor_file import MAX_FILE_BYTES
+from goaly.base.safetensors_file import MAX_FILE_BYTES
 from goaly.models.catalog import shape_of
 from goaly.plan.cluster import Cluster
 from goaly.plan.config import RunConfig

@@ -24,7 +24,7 @@ RANKS = {role: " * ".join(f"{role}.{axis}" for axis in AXES) for role in COMPUTI
 """The settings that make the ranks of each role."""
 
 IMPORTS = {
-    "hub": ("goaly.weights.store", "goaly.journal.logged_queue", "goaly.reward.pool"),
+    "hub": ("goaly.weights.store", "goaly.journal.logged_queue", "goaly.reward.pool_actor"),
     "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel", "goaly.losses.objective"),
     "reference": ("goaly.train.reference", "goaly.train.parallel"),
     "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel"),

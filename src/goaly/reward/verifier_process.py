@@ -1,25 +1,41 @@
-"""The pool's side of one verifier process: start, send, reply, kill."""
+"""One verifier process: its program (`main`), the messages over its pipes, and the pool's side of it.
+
+The process scores pairs of prompt and response, one after the other, until its input ends. Its standard output carries
+the replies, so output of the verifier goes to standard error. Messages are length-prefixed pickles: both ends are
+trusted and on one host. To the process: `list[tuple[Prompt, str]]`. From it: None when the verifier is imported, or a
+`Refused`; then a score or a `Refused` for each pair.
+
+    reward-2: The process dies with its parent, even while the verifier is running.
+"""
 
 import asyncio
+import inspect
+import math
 import os
+import pickle
 import signal
+import struct
 import sys
+import traceback
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from goaly.base.errors import GoalyError
+from goaly.base.process import die_with
+from goaly.base.registry import function_at
 from goaly.prompts.prompt import Prompt
-from goaly.reward.frames import HEADER_BYTES, Refused, body_length, decode_message, encode_message
 
 START_LIMIT_SECONDS = 60.0
 """Longest time for a process to start and import its verifier."""
-
 LOOK_SECONDS = 0.05
-
+"""Last look for a reply after its time limit: this event loop may have been too busy to read it in time."""
 GONE_SECONDS = 1.0
 """Time for which a process continues with a response whose caller has gone; a new process costs about as much."""
+PROGRAM = "from goaly.reward.verifier_process import main; main()"  # not `-m`: `Refused` must have its own module
+_HEADER = struct.Struct("!I")
 
 
 class VerifierError(GoalyError):
@@ -28,6 +44,15 @@ class VerifierError(GoalyError):
 
 class VerifierDied(VerifierError):
     """A verifier process ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The verifier could not be imported, raised, or returned no finite number."""
+
+    why: str
+    is_returned: bool = False
+    """Whether it returned something that is no number."""
 
 
 class VerifierProcess:
@@ -48,7 +73,7 @@ class VerifierProcess:
     @classmethod
     async def start(cls, verifier: str) -> "VerifierProcess":
         """A process that has imported this verifier."""
-        command = [sys.executable, "-m", "goaly.reward.child", verifier, str(os.getpid())]
+        command = [sys.executable, "-c", PROGRAM, verifier, str(os.getpid())]
         child = cls(
             await asyncio.create_subprocess_exec(
                 *command,
@@ -76,7 +101,7 @@ class VerifierProcess:
     async def send(self, pairs: Sequence[tuple[Prompt, str]]) -> None:
         """Send these pairs; the process gives one reply to each."""
         try:
-            self._requests.write(encode_message(list(pairs)))
+            self._requests.write(_encoded(list(pairs)))
             await self._requests.drain()  # Unblocked by the child's reading, or by its death.
         except (BrokenPipeError, ConnectionResetError) as error:
             raise VerifierDied("the verifier's process is gone") from error
@@ -93,7 +118,6 @@ class VerifierProcess:
             if caller.done() and not reading.done():
                 await asyncio.wait([reading], timeout=min(GONE_SECONDS, limit_seconds))
             if not reading.done():
-                # This loop may have been too busy to read a reply that came in time: look once more.
                 await asyncio.wait([reading], timeout=LOOK_SECONDS)
             if not reading.done():
                 raise TimeoutError
@@ -110,12 +134,72 @@ class VerifierProcess:
 
     async def _read(self) -> Any:
         try:
-            header = await self._replies.readexactly(HEADER_BYTES)
-            return decode_message(await self._replies.readexactly(body_length(header)))
+            (length,) = _HEADER.unpack(await self._replies.readexactly(_HEADER.size))
+            return pickle.loads(await self._replies.readexactly(length))
         except asyncio.IncompleteReadError:
             code = await self._process.wait()
-            raise VerifierDied(f"the verifier's process ended with {_exit_reason(code)}") from None
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise VerifierDied(f"the verifier's process ended with {reason}") from None
 
 
-def _exit_reason(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+def _encoded(message: Any) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body
+
+
+def _read(source: BinaryIO) -> Any | None:
+    """The next message; None at the end of the stream."""
+    header = source.read(_HEADER.size)
+    return pickle.loads(source.read(*_HEADER.unpack(header))) if len(header) == _HEADER.size else None
+
+
+def main() -> None:
+    """Serve until standard input ends; the arguments are `package.module:function PARENT_PID`."""
+    verifier, parent_pid = sys.argv[1:]
+    die_with(int(parent_pid))  # reward-2
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C: it closes the input or kills this process
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which subprocesses of the verifier inherit
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        try:
+            function = verifier_at(verifier)
+        except Exception as error:
+            replies.write(_encoded(Refused(_describe(error))))
+            return
+        replies.write(_encoded(None))
+        replies.flush()
+        while (pairs := _read(requests)) is not None:
+            for prompt, response in pairs:
+                replies.write(_encoded(_judge(function, prompt, response)))
+                replies.flush()
+
+
+def verifier_at(path: str) -> Callable[[Any, str], float]:
+    """The verifier with this path; a TypeError if it can't be called with a prompt and a response."""
+    function = function_at(path)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError("it is a coroutine function, which a verifier's process does not await")
+    with suppress(ValueError):  # some built-in functions have no signature
+        inspect.signature(function).bind(None, "")
+    return function
+
+
+def _judge(function: Callable[[Any, str], float], prompt: Any, response: str) -> float | Refused:
+    try:
+        returned = function(prompt, response)
+    except Exception as error:
+        return Refused(_describe(error))
+    try:
+        value = float(returned)
+    except Exception as error:  # also those of a user's own types
+        return Refused(f"it returned a value of type {type(returned).__name__}: {error}", is_returned=True)
+    return value if math.isfinite(value) else Refused(f"it returned {value}, must be a finite number")
+
+
+def _describe(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from goaly.base.folder import put_file
+from goaly.base.atomic_files import put_file
 from goaly.rollout.running import RunningEpisode
 
 logger = logging.getLogger(__name__)

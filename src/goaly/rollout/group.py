@@ -25,7 +25,7 @@ from goaly.agents.session import Session, SessionEnd
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.events import CANCELLED, Dropped, Ticket
 from goaly.base.errors import EpisodeError, cause_of, first_error
-from goaly.base.telemetry.counts import count
+from goaly.base.telemetry.metrics import count
 from goaly.base.telemetry.spans import span
 from goaly.environments.protocol import ActionRefused, EnvironmentFailed
 from goaly.generate.policy import ContextFull, Policy, PromptFillsContext

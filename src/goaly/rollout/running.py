@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from goaly.agents.session import Session, SessionEnd
 from goaly.base.errors import EpisodeError
-from goaly.base.telemetry.counts import counting
+from goaly.base.telemetry.metrics import counting
 from goaly.generate.policy import Policy
 from goaly.reward.failures import Unscored
 

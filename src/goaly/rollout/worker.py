@@ -25,8 +25,8 @@ from goaly.agents.answers import AnswerParser
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.events import CANCELLED, Dropped, Ticket
 from goaly.base.actors import NamedTasks, answer_of, concurrent_endpoint
-from goaly.base.dotted_path import function_at
 from goaly.base.errors import EpisodeError
+from goaly.base.registry import function_at
 from goaly.base.telemetry import spans
 from goaly.base.watchdog import LoopWatchdog
 from goaly.generate.request import Sampling
@@ -36,7 +36,7 @@ from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import Judge
+from goaly.reward.verifier_pool import Judge
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.failed_episodes import FAILED_FOLDER, FailedEpisodes
 from goaly.rollout.group import GroupRunner, GroupSummary
@@ -47,7 +47,7 @@ from goaly.trajectory import Group
 if TYPE_CHECKING:
     from goaly.backlog.queue import TrajectoryQueue
     from goaly.generate.generator import Generator
-    from goaly.reward.pool import RewardPool
+    from goaly.reward.pool_actor import RewardPool
 
 
 def pickled(episode: EpisodeFunction) -> bytes:

@@ -68,7 +68,7 @@ class ForkServer:
     def __init__(self, threads: int, log: "Path"):
         import subprocess  # the launcher does without these
 
-        from goaly.base.folder import open_lines
+        from goaly.base.atomic_files import open_lines
 
         self.name = f"goaly-{os.urandom(8).hex()}"
         output = os.fdopen(open_lines(log, cut=False), "ab")
@@ -178,8 +178,7 @@ def _set_stop_signals(action: signal.Handlers) -> None:
 
 def serve(listener: socket.socket) -> None:
     """Be a fork server until standard input ends."""
-    from goaly.base.process import show_as
-    from goaly.reward.child import die_with
+    from goaly.base.process import die_with, show_as
 
     _set_stop_signals(signal.SIG_IGN)
     die_with(os.getppid())
@@ -225,7 +224,7 @@ def serve(listener: socket.socket) -> None:
 
 def _requested(launcher: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A launcher's request and its streams; None if this server cannot fork for it."""
-    from goaly.base.liveness import is_own_user
+    from goaly.base.process import is_own_user
 
     launcher.settimeout(REQUEST_SECONDS)
     try:
@@ -250,8 +249,7 @@ def _run(server: int, launcher: socket.socket, request: dict[str, Any], streams:
     import runpy
     import traceback
 
-    from goaly.base.process import exit_quickly
-    from goaly.reward.child import die_with
+    from goaly.base.process import die_with, exit_quickly
 
     die_with(server)
     launcher.settimeout(ANSWER_SECONDS)

@@ -25,10 +25,10 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import HostMesh, ProcMesh, current_rank, shutdown_context
 from monarch.job import JobTrait, LocalJob
 
-from goaly.base.dotted_path import function_at
+from goaly.base.atomic_files import open_lines
 from goaly.base.errors import ConfigError, RunFailed
-from goaly.base.folder import open_lines
-from goaly.base.telemetry.logs import log_file, process_name
+from goaly.base.registry import function_at
+from goaly.base.telemetry.process_logs import log_file, process_name
 from goaly.plan.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.plan.host_settings import ROLES, HostSettings
 from goaly.plan.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
@@ -232,11 +232,11 @@ def _bootstrap(
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), place.cores)
         from goaly.base.process import give_up_when_a_callback_fails, give_up_when_a_thread_fails, import_ahead, show_as
-        from goaly.base.telemetry import logs, spans
+        from goaly.base.telemetry import process_logs, spans
         from goaly.base.watchdog import limit_work
 
-        process = logs.process_name(name, rank.rank, rank.extent.nelements)
-        logs.quiet(logs.log_file(run_dir, process))
+        process = process_logs.process_name(name, rank.rank, rank.extent.nelements)
+        process_logs.quiet(process_logs.log_file(run_dir, process))
         show_as(f"goaly {process}")
         spans.configure(run_dir if trace else None, process)
         give_up_when_a_thread_fails()

@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from goaly.base.atomic_files import put_file, writing
 from goaly.base.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.base.errors import ConfigError, ParityError, first_error, root_cause
-from goaly.base.folder import put_file, writing
 from goaly.base.process import become, import_ahead
-from goaly.base.telemetry import logs, spans
+from goaly.base.telemetry import process_logs, spans
 from goaly.plan.config import RunConfig
-from goaly.reward.trial import trial
+from goaly.reward.verifier_trial import trial
 from goaly.run.resume import lock
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def launch(
             if loaded.resume is not None:
                 write_config(run_dir, config)
             spans.configure(run_dir if config.telemetry.trace else None, "controller")
-            opened.enter_context(logs.controller(run_dir / "logs" / "controller.log"))
+            opened.enter_context(process_logs.controller(run_dir / "logs" / "controller.log"))
         try:
             may_restart = loaded.arguments == tuple(sys.argv[1:])  # or the same command would not resume this run
             return asyncio.run(_main(config, episode, script, run_dir, may_restart=may_restart))

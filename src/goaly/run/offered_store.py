@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from goaly.base.folder import put_file
-from goaly.base.liveness import ProcessMark, is_running, this_process
+from goaly.base.atomic_files import put_file
+from goaly.base.process import ProcessMark, is_running, this_process
 
 if TYPE_CHECKING:
     from goaly.weights.store import WeightStore

@@ -17,8 +17,8 @@ import os
 import shutil
 from pathlib import Path
 
+from goaly.base.atomic_files import put_in_place, remove
 from goaly.base.errors import first_error
-from goaly.base.folder import put_in_place, remove
 from goaly.plan.config import SaveSettings
 from goaly.rollout.evaluation_result import Evaluation
 from goaly.run.stages import TrainerStage

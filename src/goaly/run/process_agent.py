@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
-from goaly.base.liveness import ProcessMark, this_host, this_process
+from goaly.base.process import ProcessMark, this_host, this_process
 
 if TYPE_CHECKING:
     from goaly.plan.cluster import Host

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from goaly.backlog.batch import BatchHandle
+from goaly.base.atomic_files import link_files, put_in_place, remove
 from goaly.base.errors import RunFailed, os_error
-from goaly.base.folder import link_files, put_in_place, remove
 from goaly.journal.checkpoint import Checkpoint
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.stages import RanksStage

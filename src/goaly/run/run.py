@@ -12,8 +12,8 @@ from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_queue import Wait
 from goaly.base.errors import RunFailed
+from goaly.base.json_text import read_lines
 from goaly.base.process import watch_callbacks
-from goaly.base.telemetry.lines import read_lines
 from goaly.base.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService

@@ -24,10 +24,10 @@ from typing import Any
 from goaly.agents.listeners import Listeners
 from goaly.agents.session_files import SESSIONS_FOLDER, forget_sessions
 from goaly.base.actors import ask
+from goaly.base.atomic_files import put_file, writing
 from goaly.base.config.schema import plain
-from goaly.base.folder import put_file, writing
 from goaly.base.telemetry import spans
-from goaly.base.telemetry.trace import merge
+from goaly.base.telemetry.perfetto import merge
 from goaly.generate.service import GeneratorService
 from goaly.journal.checkpoint import Checkpoints
 from goaly.journal.run_log import LOG_FOLDER, delete_before

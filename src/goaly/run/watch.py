@@ -27,8 +27,7 @@ from typing import TypeVar
 from monarch.actor import ProcMesh
 
 from goaly.base.errors import cause_of, first_error
-from goaly.base.liveness import ExitWatch, ProcessMark, is_stopped, process_mark, this_host
-from goaly.base.process import FATAL
+from goaly.base.process import FATAL, ExitWatch, ProcessMark, is_stopped, process_mark, this_host
 from goaly.run.process_agent import ProcessAgent
 
 logger = logging.getLogger(__name__)

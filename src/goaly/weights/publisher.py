@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from goaly.base.errors import cause_of
-from goaly.base.liveness import PULSE_SECONDS
+from goaly.base.process import PULSE_SECONDS
 from goaly.base.telemetry.spans import span
 from goaly.weights.buckets import cut
 from goaly.weights.digest import digest_of

@@ -21,7 +21,7 @@ from monarch.actor import Actor
 
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.errors import WeightsError
-from goaly.base.liveness import ProcessMark, Watch, this_host, watch
+from goaly.base.process import ProcessMark, Watch, this_host, watch
 from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout
 from goaly.weights.reshard_plan import share

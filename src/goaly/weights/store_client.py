@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from goaly.base.liveness import this_process
+from goaly.base.process import this_process
 from goaly.weights.copier import Copier
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore

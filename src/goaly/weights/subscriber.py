@@ -18,7 +18,7 @@ import torch
 
 from goaly.base.actors import answer_of
 from goaly.base.errors import WeightsError
-from goaly.base.liveness import PULSE_SECONDS
+from goaly.base.process import PULSE_SECONDS
 from goaly.base.telemetry.spans import span
 from goaly.weights.copier import Pair
 from goaly.weights.digest import Check, Part

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from goaly.base import bounded_json as module
-from goaly.base.bounded_json import MOST_DEPTH, bounded_json
+from goaly.base import json_text as module
+from goaly.base.json_text import MOST_DEPTH, bounded_json
 
 
 def nested(depth: int, inner: str = "") -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from goaly.base.telemetry.lines import read_lines
+from goaly.base.json_text import read_lines
 from goaly.base.telemetry.metrics import MetricsWriter, TensorBoardEvents
 from goaly.base.telemetry.settings import TelemetrySettings
 

@@ -133,7 +133,7 @@ def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) ->
     script = f"""
 import asyncio, atexit, logging, threading
 from goaly.base import process
-from goaly.base.liveness import SilenceWatch
+from goaly.base.process import SilenceWatch
 logging.basicConfig()
 atexit.register(print, 'exit handlers may wait for what is broken')
 process.give_up_when_a_thread_fails()

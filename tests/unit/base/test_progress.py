@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from goaly.base.telemetry.progress import Progress, duration, short, sparkline
+from goaly.base.telemetry.progress import Progress, Terminal, duration, short, sparkline
 from goaly.base.telemetry.settings import TelemetrySettings
-from goaly.base.telemetry.terminal import Terminal
 
 METRICS = {
     "reward/mean": 0.5,
@@ -41,7 +40,7 @@ def shown(console: Terminal) -> str:
 
 def test_a_plain_line_says_everything_about_a_step():
     clock, console = Clock(), screen(terminal=False)
-    progress = Progress(150, TelemetrySettings(), console=console, clock=clock)
+    progress = Progress(150, TelemetrySettings(), terminal=console, clock=clock)
     clock.now = 8.0
     progress.step(10, METRICS)
     assert shown(console) == (
@@ -52,7 +51,7 @@ def test_a_plain_line_says_everything_about_a_step():
 
 def test_the_eta_of_a_run_that_goes_on_counts_its_own_steps_only():
     clock, console = Clock(), screen(terminal=False)
-    progress = Progress(150, TelemetrySettings(), console=console, clock=clock)
+    progress = Progress(150, TelemetrySettings(), terminal=console, clock=clock)
     clock.now = 3.0
     progress.begin(100)
     clock.now = 11.0
@@ -62,7 +61,7 @@ def test_the_eta_of_a_run_that_goes_on_counts_its_own_steps_only():
 
 def test_plain_lines_keep_a_second_apart_but_the_last_step_is_always_shown():
     clock, console = Clock(), screen(terminal=False)
-    progress = Progress(5, TelemetrySettings(), console=console, clock=clock)
+    progress = Progress(5, TelemetrySettings(), terminal=console, clock=clock)
     for version in range(1, 6):
         clock.now += 0.4
         progress.step(version, {})
@@ -71,7 +70,7 @@ def test_plain_lines_keep_a_second_apart_but_the_last_step_is_always_shown():
 
 def test_the_eta_follows_recent_steps_not_the_start():
     clock, console = Clock(), screen(terminal=False)
-    progress = Progress(200, TelemetrySettings(), console=console, clock=clock)
+    progress = Progress(200, TelemetrySettings(), terminal=console, clock=clock)
     clock.now = 60.0
     for version in range(1, 101):
         clock.now += 1.0
@@ -81,7 +80,7 @@ def test_the_eta_follows_recent_steps_not_the_start():
 
 def test_the_live_display_shows_the_step_with_what_was_measured_and_the_curve():
     clock, console = Clock(), screen(terminal=True)
-    progress = Progress(150, TelemetrySettings(), console=console, clock=clock)
+    progress = Progress(150, TelemetrySettings(), terminal=console, clock=clock)
     clock.now = 8.0
     progress.step(10, METRICS)
     progress.note("held-out pass@1: 0.47")
@@ -98,7 +97,7 @@ def test_the_live_display_shows_the_step_with_what_was_measured_and_the_curve():
 )
 def test_the_setting_decides_and_auto_asks_the_terminal(choice, terminal: bool, live: bool):
     console = screen(terminal=terminal)
-    progress = Progress(5, TelemetrySettings(progress=choice), console=console)
+    progress = Progress(5, TelemetrySettings(progress=choice), terminal=console)
     progress.step(1, METRICS)
     progress.close()
     assert ("━" in shown(console)) == live
@@ -106,7 +105,7 @@ def test_the_setting_decides_and_auto_asks_the_terminal(choice, terminal: bool, 
 
 def test_off_shows_nothing():
     console = screen(terminal=True)
-    progress = Progress(5, TelemetrySettings(progress="off"), console=console)
+    progress = Progress(5, TelemetrySettings(progress="off"), terminal=console)
     progress.step(1, METRICS)
     progress.note("x")
     progress.close()
@@ -126,7 +125,7 @@ def test_a_terminal_that_is_gone_ends_the_display_not_the_run(terminal: bool, ca
     streams = sys.stdout, sys.stderr
     screen_file = Fragile()
     console = Terminal(file=screen_file, force_terminal=terminal, _environ={"TERM": "xterm"})
-    progress = Progress(5, TelemetrySettings(), console=console)
+    progress = Progress(5, TelemetrySettings(), terminal=console)
     progress.step(1, METRICS)
     screen_file.gone = True
     with caplog.at_level(logging.WARNING):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from goaly.base.json_text import read_lines
 from goaly.base.telemetry import spans
-from goaly.base.telemetry.lines import read_lines
 from goaly.base.telemetry.spans import span
 
 

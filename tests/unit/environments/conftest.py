@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from goaly.environments.process import Command
+from goaly.environments.server_process import Command
 
 SERVERS = Path(__file__).parent / "servers"
 OPENENV = Path(sys.prefix).parent / ".venv-openenv/bin/python"
@@ -34,7 +34,7 @@ def game(command: Callable[..., Command]) -> Command:
 @pytest.fixture
 def at_most_4000_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies may have no more."""
-    for module in ("bounded_json", "environments.openenv", "environments.http_function"):
+    for module in ("base.json_text", "environments.openenv", "environments.http_function"):
         monkeypatch.setattr(f"goaly.{module}.MOST_CHARACTERS", 4000)
 
 

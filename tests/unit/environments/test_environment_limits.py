@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from goaly.base.telemetry.counts import count, counting
+from goaly.base.telemetry.metrics import count, counting
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.protocol import (
     ActionRefused,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.base.telemetry.counts import counting
+from goaly.base.telemetry.metrics import counting
 from goaly.environments.pool import EnvironmentPool, FairPlaces
 
 

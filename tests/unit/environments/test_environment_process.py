@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from goaly.environments.process import Command, Server, ServerProcess
 from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
+from goaly.environments.server_process import Command, Server, ServerProcess
 
 FAMILY = "sleep 1000 & near=$!; setsid sleep 1000 & echo $$ $near $!; wait"
 """A shell that writes its process id and those of two children, one of them in another session."""
 OWNER = f"""
 import asyncio, sys
 from pathlib import Path
-from goaly.environments.process import Command, ServerProcess
+from goaly.environments.server_process import Command, ServerProcess
 
 async def main():
     server = await ServerProcess.start(Command(arguments=["sh", "-c", {FAMILY!r}], log=Path(sys.argv[1])))
@@ -31,7 +31,7 @@ asyncio.run(main())
 OWNER_OF_FOLDERS = """
 import asyncio, sys
 from asyncio.subprocess import PIPE
-from goaly.environments.process import guarded
+from goaly.environments.server_process import guarded
 
 async def main():
     for folder in sys.argv[1:]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from broken_replies import BROKEN
 
-from goaly.base.telemetry.counts import counting
+from goaly.base.telemetry.metrics import counting
 from goaly.environments.http_function import HttpFunction
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
-from goaly.environments.process import Command, Server
 from goaly.environments.protocol import ActionRefused, EnvironmentDied, EnvironmentFailed, EnvironmentTimeout, Unsent
+from goaly.environments.server_process import Command, Server
 
 SERVERS = Path(__file__).parent / "servers"
 

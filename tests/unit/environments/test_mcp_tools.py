@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from goaly.base.telemetry.counts import counting
+from goaly.base.telemetry.metrics import counting
 from goaly.environments.mcp_tools import McpTools
-from goaly.environments.process import ServerProcess
 from goaly.environments.protocol import Disconnected, EnvironmentDied
+from goaly.environments.server_process import ServerProcess
 from goaly.prompts.prompt import Message
 
 
@@ -121,7 +121,7 @@ async def test_a_long_result_is_cut_with_a_mark_that_the_policy_sees(command):
 
 
 async def test_a_result_that_is_too_large_fails_the_episode(command, monkeypatch):
-    monkeypatch.setattr("goaly.environments.process._LINE_BYTES", 1 << 12)
+    monkeypatch.setattr("goaly.environments.server_process._LINE_BYTES", 1 << 12)
     tools = await McpTools.start(command("tools.py"))
     assert await tools.call("add", {"a": 10**1000, "b": 1})
     with pytest.raises(Disconnected):

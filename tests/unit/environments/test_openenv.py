@@ -8,10 +8,9 @@ import pytest
 from broken_replies import BROKEN
 from websockets.asyncio.server import serve
 
-from goaly.base.telemetry.counts import counting
+from goaly.base.telemetry.metrics import counting
 from goaly.environments.limits import EnvironmentLimits, LimitedEnvironment
 from goaly.environments.openenv import OpenEnvironment
-from goaly.environments.process import Server
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,
@@ -20,6 +19,7 @@ from goaly.environments.protocol import (
     EnvironmentTimeout,
     Unsent,
 )
+from goaly.environments.server_process import Server
 
 OBSERVED = '{"type": "observation", "data": {"observation": {"text": "go on"}}}'
 NO_OBSERVATIONS = {

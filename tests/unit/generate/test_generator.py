@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from goaly.base.errors import ReplicaLost
-from goaly.base.liveness import ProcessMark, process_mark, this_process
+from goaly.base.process import ProcessMark, process_mark, this_process
 from goaly.generate.connection import Isolate, Leave, Submit, Ways, Withdraw
 from goaly.generate.generator import Generator
 from goaly.generate.request import Request, Sampling

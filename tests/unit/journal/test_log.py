@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.base.errors import CorruptLog, RunFailed
-from goaly.base.tensor_file import Buffer
+from goaly.base.safetensors_file import Buffer
 from goaly.journal import log, log_writer
 from goaly.journal.log import Position, durable_mark, frames
 from goaly.journal.log_writer import LogWriter

@@ -12,7 +12,7 @@ import torch
 from random_model import native_tensors, write_random_deepseek, write_random_dots, write_random_gpt_oss
 from safetensors.torch import load_file
 
-import goaly.base.folder
+import goaly.base.atomic_files
 from apps.sft.folder import MARK
 from goaly.base.errors import ConfigError
 from goaly.models import hf
@@ -342,7 +342,7 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
     model, spec = loaded(tiny_model_folder)
     target, aside = tmp_path / "policy", tmp_path / ".policy.old"
     if not at_once:
-        monkeypatch.setattr(goaly.base.folder, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
+        monkeypatch.setattr(goaly.base.atomic_files, "RENAME_EXCHANGE", 1 << 30)  # what no file system knows
     save_hf(filled(model, 0.0), spec, target, tiny_model_folder)
     names, _ = contents(target)
     calls = ((hf, "save_file"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (shutil, "copy2"))

@@ -16,7 +16,7 @@ from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.plan.host_settings import ImaginedCluster
 from goaly.plan.memory import memory_by_role
-from goaly.reward import trial
+from goaly.reward import verifier_trial as trial
 from goaly.run.launch import launch
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
@@ -131,7 +131,7 @@ def test_a_run_and_a_dry_run_refuse_the_same_verifiers(dry_run: bool, tiny_model
     config = run_config(
         tiny_model_folder,
         f"run_dir={tmp_path / 'run'}",
-        "reward.verifier=goaly.base.dotted_path:missing",
+        "reward.verifier=goaly.base.registry:missing",
         "evaluation.sets={a: {prompts: 2, verifier: 'no.such:thing'}, b: {prompts: 2}}",
         "hosts.job=no.such.module:job",
         *(["hosts.imagine={gpus: 1}"] if dry_run else []),  # which has no place for the generator
@@ -141,7 +141,7 @@ def test_a_run_and_a_dry_run_refuse_the_same_verifiers(dry_run: bool, tiny_model
     *others, own, of_set = error.value.problems
     right = f"{trial.RIGHT}: can't be used"
     assert own.startswith(
-        f"reward.verifier=goaly.base.dotted_path:missing: {right}: ValueError: module goaly.base.dotted_path has"
+        f"reward.verifier=goaly.base.registry:missing: {right}: ValueError: module goaly.base.registry has"
     )
     assert of_set.startswith(f"evaluation.sets.a.verifier=no.such:thing: {right}: ModuleNotFoundError: No module named")
     assert len(others) == dry_run

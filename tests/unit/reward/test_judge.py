@@ -6,8 +6,8 @@ import pytest
 
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.settings import RewardSettings
+from goaly.reward.verifier_pool import Judge
 from goaly.reward.verifier_process import VerifierError
-from goaly.reward.verifiers import Judge
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 LENGTH, BY_WORD = "verifiers_under_test:length", "verifiers_under_test:by_word"

@@ -21,8 +21,8 @@ from goaly.base.errors import ConfigError
 from goaly.prompts.prompt import Message, Prompt
 from goaly.reward.failures import RewardTimeout, Unscored
 from goaly.reward.settings import JudgeSettings, RewardSettings
+from goaly.reward.verifier_pool import Judge
 from goaly.reward.verifier_process import VerifierError
-from goaly.reward.verifiers import Judge
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1={response}"),), answer="2")
 

@@ -15,7 +15,7 @@ from goaly.prompts.prompt import Prompt
 from goaly.reward import maths
 from goaly.reward.maths import LOOK_CHARACTERS, MAX_ANSWER_CHARACTERS, extract, verify, verify_after_thinking
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import VerifierPool
+from goaly.reward.verifier_pool import VerifierPool
 
 RIGHT = [
     ("5", r"The sum is $2+3$, so \boxed{5}."),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
-from goaly.base.telemetry.counts import count as counted
+from goaly.base.telemetry.metrics import count as counted
 from goaly.environments.protocol import (
     ActionRefused,
     Disconnected,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from goaly.base import dotted_path
+from goaly.base import registry as dotted_path
 from goaly.rollout.worker import pickled
 
 
@@ -22,9 +22,9 @@ def in_main(name: str, like: Any = None) -> FunctionType:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script that was started as `python -m goaly.base.dotted_path`."""
+    """A script that was started as `python -m goaly.base.registry`."""
     module = ModuleType("__main__")
-    module.__spec__ = ModuleSpec("goaly.base.dotted_path", None)
+    module.__spec__ = ModuleSpec("goaly.base.registry", None)
     monkeypatch.setitem(sys.modules, "__main__", module)
     return module
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import RunFailed
-from goaly.base.folder import put_in_place
 from goaly.plan.config import SaveSettings
 from goaly.rollout.evaluation_result import EvalResult, Evaluation
 from goaly.run.policies import SavedPolicies

@@ -12,8 +12,7 @@ import pytest
 
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
-from goaly.base.liveness import ExitWatch, ProcessMark, process_mark
-from goaly.base.process import FATAL
+from goaly.base.process import FATAL, ExitWatch, ProcessMark, process_mark
 from goaly.plan.config import RunConfig
 from goaly.run import watch
 from goaly.run.run import Run

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from goaly.base.liveness import ProcessMark, process_mark
+from goaly.base.process import ProcessMark, process_mark
 from goaly.weights import store_client
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from local_store import LocalStore
 
 from goaly.base.errors import WeightsError
-from goaly.base.liveness import this_process
+from goaly.base.process import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import Extent, Rectangle, joined, region

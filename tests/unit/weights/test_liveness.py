@@ -7,8 +7,8 @@ import pytest
 import torch
 from local_store import LocalStore
 
-from goaly.base import liveness
-from goaly.base.liveness import PULSE_SECONDS, SILENT_SECONDS, SilenceWatch
+from goaly.base import process as liveness
+from goaly.base.process import PULSE_SECONDS, SILENT_SECONDS, SilenceWatch
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber

@@ -7,7 +7,7 @@ import torch
 from local_store import Life, LocalStore
 from test_remote_reads import Buffer
 
-from goaly.base.liveness import ProcessMark, this_process
+from goaly.base.process import ProcessMark, this_process
 from goaly.weights.buckets import cut
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.rdma import Mirror, RemoteSlots

@@ -10,7 +10,7 @@ import torch
 from local_store import Life, LocalStore, as_process
 
 from goaly.base.errors import WeightsError
-from goaly.base.liveness import ProcessMark
+from goaly.base.process import ProcessMark
 from goaly.models.settings import ModelSettings
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import ReferenceSettings, TrainerSettings

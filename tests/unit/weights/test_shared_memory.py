@@ -1,4 +1,4 @@
-"""Shared memory without names, with real kills: weights-5, and liveness-1."""
+"""Shared memory without names, with real kills: weights-5, and process-3."""
 
 import asyncio
 import faulthandler
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from goaly.base.errors import WeightsError
-from goaly.base.liveness import ExitWatch, this_process
+from goaly.base.process import ExitWatch, this_process
 from goaly.weights.shared_memory import Segment
 
 MEGABYTE = 1 << 20

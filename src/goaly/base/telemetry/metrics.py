@@ -2,19 +2,21 @@
 TensorBoard events under `tensorboard/`; Weights & Biases gets them too if `telemetry.wandb` is set.
 
 Metrics are on disk when the call returns, so a run that is killed loses none. Opening the files, before training, may
-raise; writing does not (see `lines.py`).
+raise; writing does not (see `base/json_text.py`).
 """
 
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
-from goaly.base.telemetry.lines import LineFile, last_record
+from goaly.base.json_text import LineFile, last_record
 from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.base.telemetry.weights_and_biases import WandbRun
 
@@ -105,3 +107,23 @@ class TensorBoardEvents:
         if file is not None:
             with suppress(OSError):  # a network file system may report a failed write again
                 file.close()
+
+
+_COUNTS: ContextVar[Counter[str] | None] = ContextVar("_COUNTS", default=None)
+
+
+def count(name: str, times: int = 1) -> None:
+    """Count something that has happened in the running episode. `name` is the metric, such as `game/wrong_moves`."""
+    if (counts := _COUNTS.get()) is not None:
+        counts[name] += times
+
+
+@contextmanager
+def counting(counts: Counter[str] | None = None) -> Iterator[Counter[str]]:
+    """The block of an episode, with what is counted in it and in the tasks that it starts; added to these counts."""
+    counts = Counter[str]() if counts is None else counts
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)

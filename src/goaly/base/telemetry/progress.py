@@ -9,11 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from goaly.base.telemetry.settings import TelemetrySettings
-from goaly.base.telemetry.terminal import Terminal
-from goaly.base.telemetry.terminal import console as shared_console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,6 +30,42 @@ RECENT_STEPS = 20
 CURVE_STEPS = 48
 """The curve shows the pass rate of this many last steps."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+OURS = ("goaly", "apps", "__main__")
+
+
+class Terminal(Console):
+    """A console that raises BrokenPipeError; rich's own ends the process with SystemExit."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the current BrokenPipeError to the caller of `print`."""
+        raise
+
+
+@cache
+def console() -> Terminal:
+    """This process's console."""
+    return Terminal(stderr=True, highlight=False)
+
+
+class TerminalHandler(logging.Handler):
+    """Prints records above the live display; of an error only one line, the traceback is in the log file."""
+
+    def __init__(self, console: Terminal):
+        super().__init__(logging.WARNING)
+        self._console = console
+        self.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.split(".")[0] in OURS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        try:
+            style = "red" if record.levelno >= logging.ERROR else "yellow"
+            text = f"{record.levelname.lower()}: {record.getMessage()}"
+            if record.exc_info and record.exc_info[1] is not None:
+                error = record.exc_info[1]
+                text += f" ({type(error).__name__}: {error})"
+            self._console.print(Text(text, style=style), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
 
 
 class Progress:
@@ -38,12 +76,12 @@ class Progress:
         steps: int,
         settings: TelemetrySettings,
         *,
-        console: Terminal | None = None,
+        terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._steps = steps
         self._clock = clock
-        self._console = console or shared_console()
+        self._console = terminal or console()
         self._shown = settings.progress != "off"
         on_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
@@ -97,7 +135,6 @@ class Progress:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
-        from rich.text import Text
 
         head = Table.grid(padding=(0, 2))
         head.add_row(

@@ -1,7 +1,7 @@
 """Spans: named time intervals in every process of a run, on one clock.
 
 `configure` opens this process's file, `<run_dir>/spans/<process>.jsonl`; before that (and after `configure(None, …)`)
-a span costs some hundred nanoseconds and records nothing. `base/telemetry/trace.py` merges the files into one trace.
+a span costs some hundred nanoseconds and records nothing. `base/telemetry/perfetto.py` merges the files into one trace.
 
     with span("pull", version=3) as pull:
         …
@@ -9,7 +9,7 @@ a span costs some hundred nanoseconds and records nothing. `base/telemetry/trace
 
 The clock is `time.time_ns()`, which all processes of a host share. Spans are buffered and written a few hundred at a
 time, or with the first span that ends a second after the last write, so a killed process loses about a second. Spans
-that can't be written are lost, with one warning (see `lines.py`).
+that can't be written are lost, with one warning (see `base/json_text.py`).
 
 `span` is safe in threads and asyncio tasks: a span records its thread and task, and shares no state. A span records the
 type of an exception and lets it pass. A forked child starts unconfigured, and records no spans of its parent.
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from goaly.base.telemetry.lines import LineFile
+from goaly.base.json_text import LineFile
 
 BUFFERED_SPANS = 256
 FLUSH_NANOSECONDS = 1_000_000_000

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from goaly.base.telemetry import logs
+from goaly.base.telemetry import process_logs
 
 
 def test_a_quiet_process_writes_everything_to_its_file_and_nothing_to_its_parent(tmp_path: Path):
     script = (
         "import ctypes, logging, os, subprocess, sys, warnings\n"
-        "from goaly.base.telemetry.logs import quiet\n"
+        "from goaly.base.telemetry.process_logs import quiet\n"
         "quiet(sys.argv[1])\n"
         "sys.stdout.write('python out\\n')\n"
         "sys.stderr.write('python err\\n')\n"
@@ -35,14 +35,15 @@ def test_a_quiet_process_writes_everything_to_its_file_and_nothing_to_its_parent
 
 def test_a_quiet_process_appends_to_the_log_of_its_predecessor(tmp_path: Path):
     log_file = tmp_path / "worker.log"
-    script = "import sys; from goaly.base.telemetry.logs import quiet; quiet(sys.argv[1]); sys.stdout.write('life\\n')"
+    quiet = "import sys; from goaly.base.telemetry.process_logs import quiet; quiet(sys.argv[1])"
+    script = f"{quiet}; sys.stdout.write('life\\n')"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script, str(log_file)], timeout=30, check=True)
     assert log_file.read_text() == "life\nlife\n"
 
 
 def test_the_controller_shows_our_warnings_and_all_errors_and_files_everything(tmp_path: Path, capfd):
-    with logs.controller(tmp_path / "logs" / "controller.log"):
+    with process_logs.controller(tmp_path / "logs" / "controller.log"):
         logging.getLogger("goaly.run").info("quiet fact")
         logging.getLogger("goaly.run").warning("replica %s lost", "[bold]generator-0")
         logging.getLogger("some.library").warning("not for people")
@@ -63,13 +64,13 @@ def test_the_controller_shows_our_warnings_and_all_errors_and_files_everything(t
 def test_the_controller_leaves_logging_as_it_was(tmp_path: Path):
     root = logging.getLogger()
     before = root.handlers[:], root.level
-    with pytest.raises(RuntimeError), logs.controller(tmp_path / "controller.log"):
+    with pytest.raises(RuntimeError), process_logs.controller(tmp_path / "controller.log"):
         raise RuntimeError
     assert (root.handlers, root.level) == before
 
 
 def test_a_full_disk_is_reported_once_and_not_by_a_traceback_for_each_record(capfd):
-    with logs.controller("/dev/full"):
+    with process_logs.controller("/dev/full"):
         for number in range(3):
             logging.getLogger("goaly.run").info("fact %d", number)
     assert capfd.readouterr().err == (

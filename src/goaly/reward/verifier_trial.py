@@ -10,9 +10,8 @@ from concurrent.futures import Future
 from threading import Thread
 
 from goaly.prompts.prompt import Message, Prompt
-from goaly.reward.frames import Refused
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifier_process import VerifierDied, VerifierError, VerifierProcess
+from goaly.reward.verifier_process import Refused, VerifierDied, VerifierError, VerifierProcess
 
 PROMPT = Prompt(id="trial", source="trial", messages=(Message(role="user", content="2+3="),), answer="5")
 RESPONSE = "The answer is 5."

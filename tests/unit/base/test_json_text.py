@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.base import folder
-from goaly.base.telemetry import lines
-from goaly.base.telemetry.lines import LineFile, last_record, read_lines
+from goaly.base import atomic_files as folder
+from goaly.base import json_text as lines
+from goaly.base.json_text import LineFile, last_record, read_lines
 
 records = st.dictionaries(
     st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3), max_size=4
@@ -41,7 +41,7 @@ def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, 
 
 LIMITED = """
 import resource, signal, sys
-from goaly.base.telemetry.lines import LineFile
+from goaly.base.json_text import LineFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))
 lines = LineFile(sys.argv[1])
@@ -89,7 +89,7 @@ def test_the_last_record_is_the_last_whole_line(tmp_path_factory, written, cut):
 
 WRITE_MANY = """
 import sys
-from goaly.base.telemetry.lines import LineFile
+from goaly.base.json_text import LineFile
 lines = LineFile(sys.argv[1])
 for index in range(100):
     lines.write({"writer": int(sys.argv[2]), "index": index, "padding": "x" * 20_000})

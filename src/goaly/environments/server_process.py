@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from goaly.base.folder import open_lines
+from goaly.base.atomic_files import open_lines
 from goaly.environments import guardian
 from goaly.environments.protocol import Disconnected, EnvironmentDied, EnvironmentTimeout, Unsent
 

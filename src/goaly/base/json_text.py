@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, used by metrics and spans.
+"""JSON text: append-only files of JSON lines, and JSON that others wrote (a policy, a client, a tool, an environment).
 
 A file that can't be opened raises at once, before training starts.
 
@@ -13,17 +13,22 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from goaly.base.folder import mend_last_line, open_lines
+from goaly.base.atomic_files import mend_last_line, open_lines
 
 logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
+
+MOST_CHARACTERS = 64 << 20
+MOST_DEPTH = 64
+"""Objects and lists within each other. The schemas of vLLM's grammars may have as many."""
 
 
 class LineFile:
@@ -121,3 +126,25 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def bounded_json(text: str | bytes) -> Any:
+    """The value of this text. ValueError if it is not JSON in Unicode, is longer or deeper than the limits, or has a
+    number that is not finite or larger than any float."""
+    from pydantic_core import from_json  # most processes never read such JSON
+
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{len(text)} characters of JSON, must have at most {MOST_CHARACTERS}")
+    encoded = text.encode() if isinstance(text, str) else text  # ValueError for a lone surrogate
+    value = from_json(encoded, allow_inf_nan=False)
+    level, depth = [value], 0
+    while level:
+        for each in level:
+            if isinstance(each, int | float) and not abs(each) <= sys.float_info.max:
+                raise ValueError("has a number that is larger than any float, must be finite")
+        holders = [each for each in level if isinstance(each, dict | list)]
+        depth += bool(holders)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"is nested too deeply, must have at most {MOST_DEPTH} levels")
+        level = [inner for each in holders for inner in (each.values() if isinstance(each, dict) else each)]
+    return value

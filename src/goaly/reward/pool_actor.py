@@ -8,8 +8,8 @@ from goaly.base.actors import NamedTasks, concurrent_endpoint
 from goaly.prompts.prompt import Prompt
 from goaly.reward.failures import RewardStats
 from goaly.reward.settings import RewardSettings
+from goaly.reward.verifier_pool import Judge
 from goaly.reward.verifier_process import VerifierError
-from goaly.reward.verifiers import Judge
 
 
 class RewardPool(Actor):

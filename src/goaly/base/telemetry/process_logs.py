@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from goaly.base.folder import open_lines
+from goaly.base.atomic_files import open_lines
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%H:%M:%S"
@@ -51,7 +51,7 @@ def quiet(log_file: str | Path) -> None:
 @contextlib.contextmanager
 def controller(log_file: str | Path) -> Iterator[None]:
     """In this block log records go to the file, and goaly's warnings and all errors to the terminal too."""
-    from goaly.base.telemetry.terminal import TerminalHandler, console  # imports rich, which quiet processes never need
+    from goaly.base.telemetry.progress import TerminalHandler, console  # imports rich, which quiet processes never need
 
     to_file = _LogFile(log_file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from goaly.base.telemetry.lines import read_lines
+from goaly.base.json_text import read_lines
 
 logger = logging.getLogger(__name__)
 

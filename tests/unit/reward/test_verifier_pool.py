@@ -18,9 +18,9 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.reward import verifier_process
 from goaly.reward.failures import ERRORS_IN_A_ROW, RewardTimeout, Unscored
 from goaly.reward.settings import JudgeSettings, RewardSettings
-from goaly.reward.trial import trial
+from goaly.reward.verifier_pool import VerifierPool
 from goaly.reward.verifier_process import VerifierError, VerifierProcess
-from goaly.reward.verifiers import VerifierPool
+from goaly.reward.verifier_trial import trial
 
 PROMPT = Prompt(id="q7", source="test", messages=(Message(role="user", content="1+1"),), answer="2")
 BY_WORD = "verifiers_under_test:by_word"
@@ -313,7 +313,7 @@ import asyncio, os, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from goaly.prompts.prompt import Prompt
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifiers import VerifierPool
+from goaly.reward.verifier_pool import VerifierPool
 
 async def main():
     pool = VerifierPool(RewardSettings(verifier={BY_WORD!r}, time_limit_seconds=1000.0))

@@ -24,10 +24,9 @@ from typing import Any
 from goaly.base.process import vital_task
 from goaly.prompts.prompt import Prompt
 from goaly.reward.failures import Failures, RewardStats
-from goaly.reward.frames import Refused
 from goaly.reward.judge_model import JudgeModel
 from goaly.reward.settings import RewardSettings
-from goaly.reward.verifier_process import VerifierDied, VerifierError, VerifierProcess
+from goaly.reward.verifier_process import Refused, VerifierDied, VerifierError, VerifierProcess
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from goaly.base.telemetry import spans
+from goaly.base.telemetry.perfetto import FinishedSpan, lanes, merge, trace_events
 from goaly.base.telemetry.spans import span
-from goaly.base.telemetry.trace import FinishedSpan, lanes, merge, trace_events
 
 
 def finished(start: int, stop: int, *, task: int | None = 0, name: str = "work", **other) -> FinishedSpan:
