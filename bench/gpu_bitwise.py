@@ -137,8 +137,7 @@ def recomputed(write: Callable[[Path], Path]) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
-    from goaly.parity import compared, rows_of, sampled
-    from goaly.parity_requests import cramped, mixed_requests
+    from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
     from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
 

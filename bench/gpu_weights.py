@@ -75,8 +75,7 @@ async def _updates(folder: Path) -> dict[str, Any]:
     from bench.gpu_trainer import random_model
     from bench.train import packed_batch
     from goaly.generate.engine import Engine
-    from goaly.parity import compared, rows_of, sampled
-    from goaly.parity_requests import mixed_requests
+    from goaly.parity import compared, mixed_requests, rows_of, sampled
 
     model = random_model(folder)
     store = this_proc().spawn("updated", WeightStore, WeightSettings())

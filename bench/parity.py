@@ -2,7 +2,7 @@
 
     python -m bench.parity [--only bits|costs|MODEL ...] [--requests N] [--json FILE] [--markdown FILE]
 
-Each generator samples requests of mixed lengths with shared prefixes (`goaly/parity_requests.py`), in a cache so small
+Each generator samples requests of mixed lengths with shared prefixes (`goaly.parity.py`), in a cache so small
 that some are preempted and in steps so short that prompts are computed in parts, in float32 and in bfloat16. Each
 trainer recomputes on three packings what each of them sampled. `tokens` counts each time that a token is compared,
 `differing_tokens` those that are not equal. `preemptions`, `prompts_in_parts` and `prefix_hits` are the least of any
@@ -36,8 +36,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.parity import Recomputer, Sampler, recompute_in_ranks, sample_in_ranks
-from goaly.parity_requests import cramped, mixed_requests
+from goaly.parity import Recomputer, Sampler, cramped, mixed_requests, recompute_in_ranks, sample_in_ranks
 from goaly.run.ranks import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 from tests.random_model import write_random_llama

@@ -3,22 +3,21 @@
     python -m goaly.parity --config FILE [--requests N] [key=value ...]
 
 A config of a run says which model, and how generator and trainer divide it. The generator samples requests of mixed
-lengths up to the longest sequence, of which some share a prompt (`parity_requests.py`). All are there at once, in a
-cache that is too small for them and in steps that are too short for many prompts; the numbers of preemptions, of
-prompts in parts and of prefix hits are printed. The trainer recomputes what was sampled, on several packings. If a run
-of this config can update weights in the middle of an answer, so does the check, once: half as large ones. If it
-replays choices of experts, the trainer does that here, too. Adapters are left out: new ones change nothing.
+lengths, in groups with the same prompt. The first answers and one prompt are as long as the config allows, the others
+are short. All are there at once, in a cache that is too small for them and in steps that are too short for many
+prompts. The trainer recomputes what was sampled, on three packings. If a run of this config can update weights in the
+middle of an answer, so does the check, once: half as large ones. If a run replays choices of experts, so does the
+check. Adapters are left out: new ones change nothing.
 
-The exit code is 1 if a log-prob differs. With bitwise numerics the operation that computes other bits is then searched
-for (`parity_search.py`).
-
-Each rank is a process of its own, which this one starts and waits for.
+The exit code is 1 if a log-prob differs. With bitwise numerics the check then searches for the operation that computes
+other bits (`parity_search.py`). Each rank is a process of its own, which this one starts and waits for.
 """
 
 import argparse
+import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,12 +28,12 @@ import torch.distributed as dist
 from goaly.backlog.packing import assign
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
+from goaly.generate.request import Sampling
 from goaly.generate.scheduling import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.parity_requests import UPDATED, CheckedRequest, cramped, halve, mixed_requests
-from goaly.parity_search import keep_first, search
+from goaly.parity_search import UPDATED, halve, keep_first, search, with_cache_of
 from goaly.plan.config import RunConfig
 from goaly.run.ranks import fork_ranks_from_one_server, in_ranks
 from goaly.train.rank import join_process_group
@@ -44,7 +43,54 @@ from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
 if TYPE_CHECKING:
     from goaly.generate.engine import Engine
     from goaly.generate.request import Sample
-    from goaly.train.engine import TrainEngine
+
+SHARED = 4
+"""Successive requests with the same prompt, as the samples of a group."""
+LONG = 3
+"""Answers that end at the longest sequence that is allowed."""
+SHORT = 512
+"""The most tokens of the other prompts and answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request of the check."""
+
+    name: str
+    prompt: list[int]
+    sampling: Sampling
+
+    @property
+    def tokens(self) -> int:
+        """Those of the whole sequence."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+
+def mixed_requests(
+    count: int, *, vocabulary: int, longest: int, temperature: float = 1.0, seed: int = 0
+) -> list[CheckedRequest]:
+    """Seeded requests, whose sequences have at most `longest` tokens; some have as many."""
+    draw = random.Random(seed)
+    asked: list[CheckedRequest] = []
+    for number in range(count):
+        if number % SHARED == 0:
+            drawn = min(SHORT, int(8 * draw.paretovariate(0.7)))
+            length = longest // 2 if number == SHARED else min(longest // 2, drawn)
+            prompt = [draw.randrange(vocabulary) for _ in range(length)]
+        room = longest - len(prompt)
+        drawn = min(SHORT, int(8 * draw.paretovariate(0.8)))
+        length = room if number < LONG else max(1, min(room, drawn))
+        sampling = Sampling(max_tokens=length, temperature=temperature, seed=draw.randrange(1 << 30))
+        asked.append(CheckedRequest(name=f"{seed}-{number}", prompt=prompt, sampling=sampling))
+    return asked
+
+
+def cramped(model: ModelSettings, generator: GeneratorSettings, asked: Sequence[CheckedRequest]) -> GeneratorSettings:
+    """The generator with a cache for half of the longest sequences of these requests, but for one whole sequence at
+    least, and with short steps: requests are preempted and prompts are computed in parts."""
+    at_once = sorted(one.tokens for one in asked)[-min(LONG, generator.max_running) :]
+    steps = replace(generator, max_step_tokens=2 * generator.max_running)
+    return with_cache_of(model, steps, sum(at_once) // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +101,6 @@ class Compared:
     differing: int
     largest: float
     """The largest difference."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """The result of a check."""
-
-    answers: int
-    updated: int
-    """Answers in whose middle the weights were updated."""
-    scheduling: SchedulingCounts
-    replays: bool
-    """Whether choices of experts were replayed."""
-    packings: list[Compared]
-    explained: str = ""
-    """One of the tokens that differ, and the operation that makes it differ, if it was searched for."""
 
 
 def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
@@ -135,13 +166,6 @@ class Sampler:
     updates: bool = False
     """Whether the weights are updated in the middle."""
 
-    def engine(self) -> "Engine":
-        """This rank's engine."""
-        from goaly.generate.engine import Engine
-
-        torch.set_num_threads(self.generator.threads)  # vLLM allows it no more later
-        return Engine(self.generator, self.model, records_choices=self.records_choices)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputer:
@@ -181,7 +205,10 @@ def _joined(parts: Sequence[Compared]) -> Compared:
 
 
 def _sample(rank: int, sampler: Sampler, out: Path, counts: Path) -> None:
-    engine = sampler.engine()  # whose end is that of the ranks' group
+    from goaly.generate.engine import Engine
+
+    torch.set_num_threads(sampler.generator.threads)  # vLLM allows it no more later
+    engine = Engine(sampler.generator, sampler.model, records_choices=sampler.records_choices)
     counter = engine.counter()
     sequences = sampled(engine, sampler.asked, updates=sampler.updates)
     torch.save(counter.counts, counts / str(rank))
@@ -198,13 +225,17 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
     for one in recomputers:
         folder = one.search
         join_process_group(one.trainer.threads, one.trainer.ranks)
-        sequences = _sequences(one)
+        sequences = _read(one.sequences)
         found.append([])
         for row_length, microbatch_rows in one.packings:
             engine = TrainEngine(one.model, replace(one.trainer, microbatch_rows=microbatch_rows))
             rows = rows_of(sequences, row_length, ranks=one.trainer.fsdp, rank=engine.dp_rank)
             parts = []
-            for part in _by_version(engine, rows, _versions(sequences)):
+            for version in _versions(sequences):
+                if version == UPDATED:
+                    engine.steps_done = halve(engine.named_tensors())
+                part = rows.clone()
+                part["trained"] &= part["sampler_versions"] == version
                 logprobs_RL = engine.logprobs(part)
                 parts.append(compared(part, logprobs_RL))
                 if folder is not None and keep_first(engine, part, logprobs_RL, folder, rank):
@@ -215,38 +246,27 @@ def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
         torch.save(found, out / str(rank))
 
 
-def _by_version(engine: "TrainEngine", rows: TensorDict, versions: Sequence[int]) -> Iterator[TensorDict]:
-    """The rows with the trained tokens of one version at a time, whose weights the engine then has."""
-    for version in versions:
-        if version == UPDATED:
-            engine.steps_done = halve(engine.named_tensors())
-        part = rows.clone()
-        part["trained"] &= part["sampler_versions"] == version
-        yield part
-
-
 def _versions(sequences: Sequence[TensorDict]) -> list[int]:
     """The versions that sampled tokens."""
     found = {version for one in sequences for version in one["sampler_versions"].unique().tolist()}
     return sorted(version for version in found if version >= 0)
 
 
-def _sequences(recomputer: Recomputer) -> list[TensorDict]:
-    return [token_data(columns) for columns in torch.load(recomputer.sequences)]
+def _read(sequences: Path) -> list[TensorDict]:
+    return [token_data(columns) for columns in torch.load(sequences)]
 
 
-def check(config: RunConfig, requests: int) -> Checked:
-    """Compare the generator and the trainer of this config on three packings. With bitwise numerics the first one that
-    differs is explained."""
+def check(config: RunConfig, requests: int) -> bool:
+    """Compare the generator and the trainer of this config, and print how many log-probs differ; whether any does."""
     shape = architecture(read_config(config.model.path))
-    longest = config.max_context
+    longest, row_length = config.max_context, config.backlog.row_length
     generator = replace(config.generator, max_context=longest, max_running=min(config.generator.max_running, 32))
     asked = mixed_requests(
         requests, vocabulary=shape.vocab_size, longest=longest, temperature=config.trainer.temperature
     )
-    row_length = config.backlog.row_length
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+        sequences, searched = Path(made) / "sequences", Path(made) / "searched"
+        searched.mkdir()
         sampler = Sampler(
             model=config.model,
             generator=cramped(config.model, generator, asked),
@@ -254,51 +274,40 @@ def check(config: RunConfig, requests: int) -> Checked:
             records_choices=config.moe.replays,
             updates=config.generator.on_update == "recompute" and config.backlog.max_staleness > 0,
         )
-        scheduling = sample_in_ranks(sampler, folder / "sequences")
-        searched = folder / "searched"
-        searched.mkdir()
+        did = sample_in_ranks(sampler, sequences)
+        updated = sum(len(_versions([one])) > 1 for one in _read(sequences))
+        replayed = "; choices of experts were replayed" if config.moe.replays else ""
+        print(
+            f"{len(asked)} answers, {updated} of them with new weights in the middle; {did.preemptions} preempted, "
+            f"{did.prompts_in_parts} prompts in parts, {did.prefix_hits} prefix hits{replayed}"
+        )
         recomputer = Recomputer(
             model=config.model,
             trainer=replace(config.trainer, lora=None),
-            sequences=folder / "sequences",
+            sequences=sequences,
             search=searched if config.model.numerics == "bitwise" else None,
             packings=[(row_length, config.trainer.microbatch_rows), (longest, 1), (2 * row_length, 3)],
         )
         (found,) = recompute_in_ranks([recomputer])
-        explained = ""
-        if recomputer.search is not None and any(comparison.differing for comparison in found):
-            explained = search(config.model, recomputer.trainer, generator, searched)
-        return Checked(
-            answers=len(asked),
-            updated=sum(len(_versions([one])) > 1 for one in _sequences(recomputer)),
-            scheduling=scheduling,
-            replays=config.moe.replays,
-            packings=found,
-            explained=explained,
-        )
+        for packing in found:
+            print(f"{packing.differing} of {packing.tokens} tokens differ, by at most {packing.largest:.3g}")
+        differs = any(packing.differing for packing in found)
+        if differs and recomputer.search is not None:
+            print(search(config.model, recomputer.trainer, generator, searched))
+        return differs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, say what differs, and return the exit code."""
+    """Check, print what differs, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the config of a run")
     parser.add_argument("--requests", type=int, default=64, help="number of answers that are sampled")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config")
-    line = parser.parse_intermixed_args(argv)
-    arguments = [f"--config={line.config}", *line.overrides]
+    given = parser.parse_intermixed_args(argv)
+    arguments = [f"--config={given.config}", *given.overrides]
     config = load(RunConfig, arguments, prog="python -m goaly.parity", description="").config
     fork_ranks_from_one_server()
-    found = check(config, line.requests)
-    scheduled, replayed = found.scheduling, "; choices of experts were replayed" if found.replays else ""
-    print(
-        f"{found.answers} answers, {found.updated} of them with new weights in the middle; {scheduled.preemptions} "
-        f"preempted, {scheduled.prompts_in_parts} prompts in parts, {scheduled.prefix_hits} prefix hits{replayed}"
-    )
-    for comparison in found.packings:
-        print(f"{comparison.differing} of {comparison.tokens} tokens differ, by at most {comparison.largest:.3g}")
-    if found.explained:
-        print(found.explained)
-    return int(any(comparison.differing for comparison in found.packings))
+    return int(check(config, given.requests))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ first one is named that has other bits than on the one rank.
 Shape suffixes: T tokens of a pass, K experts of a token, R rows of tokens and experts, grouped by expert, G outputs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from goaly.generate.settings import GeneratorSettings
+from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.parity_requests import UPDATED, halve, with_cache_of
 from goaly.run.ranks import in_ranks
 from goaly.train.microbatch import microbatch
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import TensorDict
+from goaly.weights.dtensor_layout import local
 
 if TYPE_CHECKING:
     from goaly.train.engine import TrainEngine
@@ -37,6 +38,9 @@ CHECKPOINTED = "_checkpoint_wrapped_module."
 """Part of the names in a model whose activations are recomputed."""
 FOUND = "found"
 """The file of the token in the folder of a search."""
+GIB = 1 << 30
+UPDATED = 1
+"""The version of the halved weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,22 @@ def search(model: ModelSettings, trainer: TrainerSettings, generator: GeneratorS
             "requests, or routes otherwise."
         )
     return " ".join(said)
+
+
+def with_cache_of(model: ModelSettings, generator: GeneratorSettings, tokens: int) -> GeneratorSettings:
+    """The generator with a cache for this number of tokens, but for one whole sequence at least."""
+    shape = architecture(read_config(model.path))
+    heads = 2 * shape.layers * max(1, shape.kv_heads // generator.tp)
+    each = heads * shape.head_dim * getattr(torch, model.dtype).itemsize
+    held = max(tokens, generator.max_context + 64)
+    return replace(generator, kv_cache_gib=held * each / GIB)
+
+
+def halve(weights: Mapping[str, torch.Tensor]) -> int:
+    """Make a new version of weights, which has the same bits in any type and on any ranks; its number."""
+    by_address = {part.data_ptr(): part for part in map(local, weights.values()) if part.is_floating_point()}
+    torch._foreach_mul_(list(by_address.values()), 0.5)
+    return UPDATED
 
 
 def _first(dp_rank: int, rows: TensorDict, logprobs_RL: torch.Tensor) -> Differing | None:
@@ -201,7 +221,10 @@ def _recorded(decoder: Any) -> Iterator[Outputs]:
 def _by_token(outputs: Outputs, *, has_all_experts: bool = True) -> Outputs:
     """The outputs that have a part for each token: `[1, T, …]`, and those of experts as `[1, T, K, G]`, which takes a
     rank that `has_all_experts`. Ranks that divide a tensor must all make this call."""
-    whole = {name: tuple(map(_whole, parts)) for name, parts in outputs.items()}
+    whole = {
+        name: tuple(part.full_tensor() if isinstance(part, DTensor) else part for part in parts)
+        for name, parts in outputs.items()
+    }
     tokens = next(iter(whole.values()))[0].shape[1]  # of the embedding, or the first norm of a later stage
     found = {}
     for name, parts in whole.items():
@@ -215,27 +238,15 @@ def _by_token(outputs: Outputs, *, has_all_experts: bool = True) -> Outputs:
     return found
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _of_tokens(outputs: Outputs, start: int, stop: int) -> Outputs:
     return {name: tuple(part[:, start:stop].cpu().clone() for part in parts) for name, parts in outputs.items()}
 
 
 def _first_other(mine: Outputs, whole: Outputs, rank: int, ranks: int) -> str | None:
-    """The first operation with other bits than in `whole`. Each output may be one of the equal parts that so many ranks
-    have."""
+    """The first operation with other bits than in `whole`. Each output may be one of the ranks' equal parts."""
     for name, expected in whole.items():
         for one, other in zip(mine.get(name, ()), expected, strict=False):
-            if not torch.equal(one, _part(other, one.shape, rank, ranks)):
+            divided = [dim for dim, size in enumerate(one.shape) if other.shape[dim] != size]
+            if not torch.equal(one, other.chunk(ranks, divided[0])[rank] if divided else other):
                 return name
     return None
-
-
-def _part(whole: torch.Tensor, shape: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """The rank's part of an output that has this shape on each rank."""
-    for dim, (all_of_it, of_rank) in enumerate(zip(whole.shape, shape, strict=True)):
-        if all_of_it != of_rank:
-            return whole.chunk(ranks, dim)[rank]
-    return whole

@@ -16,8 +16,18 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.parity import Recomputer, Sampler, compared, recompute_in_ranks, rows_of, sample_in_ranks, sampled
-from goaly.parity_requests import SHARED, mixed_requests, with_cache_of
+from goaly.parity import (
+    SHARED,
+    Recomputer,
+    Sampler,
+    compared,
+    mixed_requests,
+    recompute_in_ranks,
+    rows_of,
+    sample_in_ranks,
+    sampled,
+)
+from goaly.parity_search import with_cache_of
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES
 

@@ -192,8 +192,7 @@ def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
     from goaly.numerics.bitwise_backend import use_exact_logprobs
-    from goaly.parity import compared, rows_of, sampled
-    from goaly.parity_requests import mixed_requests
+    from goaly.parity import compared, mixed_requests, rows_of, sampled
     from goaly.train.engine import TrainEngine
 
     for dtype, write, temperature in (("float32", DENSE, 1.0), ("bfloat16", EXPERTS, 0.7)):

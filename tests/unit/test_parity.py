@@ -7,7 +7,8 @@ import pytest
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.parity_requests import GIB, LONG, SHARED, SHORT, cramped, mixed_requests
+from goaly.parity import LONG, SHARED, SHORT, cramped, mixed_requests
+from goaly.parity_search import GIB
 
 
 @pytest.mark.parametrize("longest", [128, 512, 4096, 32768])
