@@ -170,7 +170,7 @@ def there():
         ({"tied": True}, {"dtype": "bfloat16", "temperature": 0.6, "step_tokens": 32}),
         ({"hidden_dim": 250, "kv_heads": 4, "head_dim": 64}, {"temperature": 0.7}),
         ({}, {"threads": 2, "step_tokens": 48}),
-        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 40}, {"step_tokens": 32}),
+        ({"experts": 6, "experts_per_token": 3, "hidden_dim": 64}, {"step_tokens": 32}),
     ],
     ids=["float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
@@ -186,7 +186,7 @@ def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 train-10
 
 
 def test_prompts_that_are_computed_in_parts_change_no_bit_of_what_is_sampled(there: Any, tmp_path: Path):  # generate-7
-    write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
+    write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=64))
     (whole, *others), (none, *in_parts) = there(in_steps, tmp_path, "bfloat16", (4096, 25))
     assert none == 0
     assert min(in_parts) > 5
@@ -228,7 +228,7 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sample: 
 def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(  # BE-2
     tmp_path: Path, sample: Callable[..., Path]
 ):
-    size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=24)
+    size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=64)
     model = ModelSettings(path=str(write_tiny_model(tmp_path / "model", size)), dtype="bfloat16", numerics="bitwise")
     file = sample(model, tp=2, ep=2)
     trainer = TrainerSettings(ep=2, fsdp=2)

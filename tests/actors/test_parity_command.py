@@ -73,7 +73,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Runs the command with a broken operation; its exit code and what it prints."""
 
     def run(side: str, operation: str, *overrides: str, experts: bool = False) -> tuple[int, str]:
-        of_experts = {"experts": 6, "experts_per_token": 3, "hidden_dim": 48} if experts else {}
+        of_experts = {"experts": 6, "experts_per_token": 3, "hidden_dim": 64} if experts else {}
         size = TinyModel(layers=2, **of_experts)
         config = {
             "steps": 1,

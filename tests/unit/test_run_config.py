@@ -397,7 +397,8 @@ def test_what_cannot_be_bitwise_is_told_before_anything_starts(tiny_model_folder
     assert run_config(GRPO, experts, bitwise, recompute, replay, "backlog.max_staleness=0")
     assert run_config(GRPO, experts, bitwise, replay, "generator.on_update=drain")
     narrow = write_tiny_model(tmp_path / "narrow", TinyModel(experts=4, hidden_dim=40))
-    assert run_config(GRPO, narrow, bitwise, recompute)
+    with pytest.raises(ConfigError, match="bitwise: must be fast for experts of width 40 in a model of width 96"):
+        run_config(GRPO, narrow, bitwise, recompute)
     for dtype, transfer, is_refused in [
         ("float32", "bfloat16", True),
         ("bfloat16", "float16", True),

@@ -17,6 +17,7 @@ from goaly.models import deepseek, dots1, gpt_oss
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.device import local_device
 from goaly.models.settings import LoraSettings, Numerics
+from goaly.numerics import KERNEL_WIDTH, SLICES
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -136,6 +137,11 @@ def bitwise_problems(shape: Architecture, lora: LoraSettings | None = None) -> I
         yield "must be fast with trainer.lora: bitwise numerics have no layers with adapters"
     if shape.family not in BITWISE_FAMILIES:
         yield f"must be fast for {shape.family}: bitwise numerics have layers for {' and '.join(BITWISE_FAMILIES)} only"
+    elif shape.experts and (shape.dim % KERNEL_WIDTH or shape.hidden_dim % (SLICES * KERNEL_WIDTH)):
+        yield (
+            f"must be fast for experts of width {shape.hidden_dim} in a model of width {shape.dim}: bitwise numerics "
+            f"need multiples of {SLICES * KERNEL_WIDTH} and {KERNEL_WIDTH}"
+        )
 
 
 def _inner_attention(device: str, numerics: Numerics, *, sinks: bool) -> "Module.Config":

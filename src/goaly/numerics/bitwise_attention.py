@@ -14,14 +14,16 @@ Invariants
 """
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from goaly.numerics.bitwise_operations import on_gpu
-from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments, packed_gradients
+from goaly.numerics.cpu_attention import PackedAttention, PackedDocuments
 from goaly.numerics.cpu_training import quickly_multiplied
 
 PAGE = 32
@@ -33,16 +35,14 @@ NO_WINDOW = -1
 class Queries:
     """Tokens as requests of one query each, with the pages that each looks at; shared by all layers."""
 
-    lengths_T: torch.Tensor
+    lengths_T: Tensor
     """i32: the tokens up to and including this one."""
-    pages_TM: torch.Tensor
+    pages_TM: Tensor
     """i32: the pages of the token's document, in order."""
-    _schedule: list[torch.Tensor] = field(default_factory=list)
+    _schedule: list[Tensor] = field(default_factory=list)
     """0, 1, …, T as i32, and the CPU kernel's division of the work, once made. All layers have the same heads."""
 
-    def attend(
-        self, q_TNH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out_TNH: torch.Tensor, scale: float
-    ) -> None:
+    def attend(self, q_TNH: Tensor, keys: Tensor, values: Tensor, out_TNH: Tensor, scale: float) -> None:
         """Write each query's attention over the keys and values `[P, K, S, H]` of a cache."""
         if on_gpu(q_TNH):
             from goaly.numerics import bitwise_kernels
@@ -73,7 +73,7 @@ class Queries:
             "auto",
         )
 
-    def _divided(self, q_TNH: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _divided(self, q_TNH: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
         tokens, heads, head_dim = q_TNH.shape
         starts_T1 = torch.arange(tokens + 1, dtype=torch.int32)
         schedule = _kernels().get_scheduler_metadata(
@@ -94,9 +94,7 @@ class Queries:
         return starts_T1, schedule
 
 
-def write_pages(
-    k_TKH: torch.Tensor, v_TKH: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_T: torch.Tensor
-) -> None:
+def write_pages(k_TKH: Tensor, v_TKH: Tensor, keys: Tensor, values: Tensor, slot_T: Tensor) -> None:
     """Put these into their slots of the keys and values `[P, K, S, H]` of a cache, in the kernel's order."""
     if on_gpu(k_TKH):
         page_T, place_T = slot_T // keys.shape[2], slot_T % keys.shape[2]
@@ -114,8 +112,8 @@ def instructions(head_dim: int) -> str:
 
 
 def by_token(
-    ends_R: torch.Tensor, lengths_R: torch.Tensor, pages_RM: torch.Tensor, starts_R: torch.Tensor, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ends_R: Tensor, lengths_R: Tensor, pages_RM: Tensor, starts_R: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
     """The lengths and pages of tokens as requests of their own, of a step's requests: request r has the tokens from
     `starts_R` to `ends_R`, which are the last ones of its `lengths_R` (i32)."""
     counts_R = ends_R - starts_R
@@ -130,11 +128,11 @@ class PagedDocuments:
 
     packed: PackedDocuments
     queries: Queries
-    slot_T: torch.Tensor
+    slot_T: Tensor
     pages: int
 
     @classmethod
-    def of(cls, positions_BL: torch.Tensor) -> "PagedDocuments":
+    def of(cls, positions_BL: Tensor) -> "PagedDocuments":
         """Find the documents in positions that restart at 0, and give each its own pages."""
         packed = PackedDocuments.of(positions_BL)
         offset_T = packed.offset_T
@@ -151,7 +149,7 @@ class PagedDocuments:
             pages=int(pages.sum()),
         )
 
-    def attend(self, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float) -> Tensor:
         """The attention of each token in its document."""
         # A document does not fill its last page, which the kernel reads to its end.
         keys, values = k_TKH.new_zeros(self.pages, k_TKH.shape[1], 2 * PAGE, k_TKH.shape[2]).chunk(2, dim=2)
@@ -169,44 +167,49 @@ class BitwiseAttention(PackedAttention):
     class Config(PackedAttention.Config):
         """Variable-length attention for torchtitan; documents come from positions."""
 
-        def documents(self, positions_BL: torch.Tensor) -> PagedDocuments:
+        def documents(self, positions_BL: Tensor) -> PagedDocuments:
             """The mask."""
             return PagedDocuments.of(positions_BL)
 
     def forward(
         self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: PagedDocuments,
         scale: float | None = None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Causal attention within each document (BA-1)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+        ordinary = partial(super().forward, attention_masks=attention_masks.packed, scale=scale)
+        return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, ordinary)
 
 
 class _Paged(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q_BLNH: torch.Tensor,
-        k_BLKH: torch.Tensor,
-        v_BLKH: torch.Tensor,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
         documents: PagedDocuments,
         scale: float,
-    ) -> torch.Tensor:
+        ordinary: Callable[..., Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(q_BLNH, k_BLKH, v_BLKH)
-        ctx.documents, ctx.scale = documents, scale
+        ctx.ordinary = ordinary
         q_TNH, k_TKH, v_TKH = (one.flatten(0, 1) for one in (q_BLNH, k_BLKH, v_BLKH))
         return documents.attend(q_TNH, k_TKH, v_TKH, scale).view(q_BLNH.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, grad = quickly_multiplied(*ctx.saved_tensors, grad)
-        return *packed_gradients(q, k, v, grad, ctx.documents.packed, ctx.scale), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *given, grad = quickly_multiplied(*ctx.saved_tensors, grad)
+        leaves = [one.detach().requires_grad_() for one in given]
+        with torch.enable_grad():
+            out = ctx.ordinary(*leaves)
+        return *torch.autograd.grad(out, leaves, grad), None, None, None
 
 
 @cache

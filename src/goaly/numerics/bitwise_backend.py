@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -39,15 +40,15 @@ class _ByToken:
     def forward(
         self,
         layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend over the cache; without a description, as in a warm-up, give zeros."""
         if attn_metadata is None:
             return output.fill_(0)
@@ -61,18 +62,13 @@ class _ByToken:
 class CpuImplementation(_ByToken, CPUAttentionBackendImpl):
     """Over the cache of vLLM's kernels for CPUs, which has keys and values of a page after each other."""
 
-    def keys_and_values(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def keys_and_values(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Those of the cache."""
         pages, heads, slots, _ = kv_cache.shape
         return kv_cache.view(pages, heads, 2 * slots, -1).chunk(2, dim=2)
 
     def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the step's keys and values."""
         keys, values = self.keys_and_values(kv_cache)
@@ -82,7 +78,7 @@ class CpuImplementation(_ByToken, CPUAttentionBackendImpl):
 class GpuImplementation(_ByToken, TritonAttentionImpl):
     """Over the cache of vLLM's Triton kernels, which has keys and values beside each other."""
 
-    def keys_and_values(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def keys_and_values(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Those of the cache."""
         return kv_cache.split(self.head_size, dim=-1)
 
@@ -128,7 +124,7 @@ def use_exact_logprobs(sampler: Any) -> None:
     within = sampler.topk_topp_sampler
     draw = within.forward
 
-    def draw_with_logprobs(logits_RV: torch.Tensor, generators: Any, top_k: Any, top_p: Any) -> tuple[Any, Any]:
+    def draw_with_logprobs(logits_RV: Tensor, generators: Any, top_k: Any, top_p: Any) -> tuple[Any, Any]:
         exact_RV, count = log_softmax(logits_RV), logits_RV.shape[1]
         sampled, logprobs_RV = draw(logits_RV, generators, top_k, top_p)
         if logprobs_RV is None or (top_k is None and top_p is None):

@@ -1,9 +1,7 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
-vLLM's kernel of experts, which computes a row in the same way in any batch (BN-1), computes networks whose widths fit,
-in float32 for any type of the model; their outputs are rounded once. Networks of other widths, and all on a GPU, are
-exact products (BW-1). Widths and machine decide, so trainer and sampler do the same. Gradients are those of ordinary
-products.
+On a CPU vLLM's kernel of experts computes a row in the same way in any batch, in float32 for any type of the model; the
+outputs are rounded once. On a GPU the networks are exact products (BW-1). Gradients are those of ordinary products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
@@ -16,19 +14,18 @@ Invariants
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from goaly.base.errors import ConfigError
-from goaly.numerics.bitwise_operations import multiply, on_gpu, row_multiple, silu
+from goaly.numerics.bitwise_operations import on_gpu, silu
 from goaly.numerics.cpu_training import quickly_multiplied
 
 INSTRUCTIONS = "vec"
 """The kernel of float32 networks."""
-PACKED = 32
-"""The kernel's widths are multiples of it."""
 PIECE = 1 << 20
 """Elements of weights that are put into the kernel's order at once, while they are in the processor's cache."""
 
@@ -36,20 +33,20 @@ PIECE = 1 << 20
 class Packed(NamedTuple):
     """The weights in the kernel's order: each expert's first slices, then each one's second."""
 
-    gates_and_ups: torch.Tensor
-    downs: torch.Tensor
+    gates_and_ups: Tensor
+    downs: Tensor
     slices: int
 
 
 def networks(
-    x_RD: torch.Tensor,
-    w1_eFD: torch.Tensor,
-    w2_eDF: torch.Tensor,
-    w3_eFD: torch.Tensor,
+    x_RD: Tensor,
+    w1_eFD: Tensor,
+    w2_eDF: Tensor,
+    w3_eFD: Tensor,
     rows: Sequence[int],
     slices: int = 1,
     packed: Packed | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Each expert's outputs for its rows, of each slice of the hidden features, side by side: `[R, S * D]` (BN-2).
     `packed` are these weights, if they have been packed before."""
     if torch.is_grad_enabled():
@@ -59,27 +56,20 @@ def networks(
 
         hidden_RF = silu(by_expert(x_RD, w1_eFD, rows, 1)) * by_expert(x_RD, w3_eFD, rows, 1)
         return by_expert(hidden_RF, w2_eDF, rows, slices)
-    if not fit_kernel(w1_eFD, slices):
-        return _exact(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
-    check_kernel(w1_eFD, slices)
-    return _by_kernel(x_RD, rows, packed or pack(w1_eFD, w2_eDF, w3_eFD, slices))
+    return _by_kernel(x_RD, rows, packed or exactly_packed(w1_eFD, w2_eDF, w3_eFD, slices))
 
 
-def fit_kernel(w1_eFD: torch.Tensor, slices: int) -> bool:
-    """Whether vLLM's kernel for CPUs computes networks with these gates."""
-    _, hidden, width = w1_eFD.shape
-    return not (on_gpu(w1_eFD) or width % PACKED or hidden // slices % PACKED)
-
-
-def check_kernel(w1_eFD: torch.Tensor, slices: int) -> None:
-    """Raise a ConfigError if vLLM's kernel does not give rows of these networks the same bits in any place (BN-1)."""
+def exactly_packed(w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor, slices: int) -> Packed:
+    """The weights in the kernel's order; ConfigError if it does not give rows of them the same bits in any place
+    (BN-1)."""
     _, hidden, width = w1_eFD.shape
     if not _kernel_is_exact(width, hidden // slices, torch.get_num_threads()):
         why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
         raise ConfigError([f"model.numerics=bitwise: cannot work on this machine: {why}"])
+    return pack(w1_eFD, w2_eDF, w3_eFD, slices)
 
 
-def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slices: int) -> Packed:
+def pack(w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor, slices: int) -> Packed:
     """A float32 copy of the weights in the kernel's order."""
     experts, hidden, width = w1_eFD.shape
     part = hidden // slices
@@ -95,12 +85,12 @@ def pack(w1_eFD: torch.Tensor, w2_eDF: torch.Tensor, w3_eFD: torch.Tensor, slice
     return Packed(gates_and_ups, downs, slices)
 
 
-def _by_kernel(x_RD: torch.Tensor, rows: Sequence[int], packed: Packed) -> torch.Tensor:
+def _by_kernel(x_RD: Tensor, rows: Sequence[int], packed: Packed) -> Tensor:
     expert_R = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows), output_size=len(x_RD))
     return by_kernel(x_RD, expert_R, packed)
 
 
-def by_kernel(x_RD: torch.Tensor, expert_R: torch.Tensor, packed: Packed) -> torch.Tensor:
+def by_kernel(x_RD: Tensor, expert_R: Tensor, packed: Packed) -> Tensor:
     """The output of its expert for each row, as `networks`, in any order of the experts."""
     (rows, width), slices, dtype = x_RD.shape, packed.slices, x_RD.dtype
     if slices > 1:
@@ -134,66 +124,18 @@ def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
     return True
 
 
-def _exact(
-    x_RD: torch.Tensor,
-    w1_eFD: torch.Tensor,
-    w2_eDF: torch.Tensor,
-    w3_eFD: torch.Tensor,
-    rows: Sequence[int],
-    slices: int,
-) -> torch.Tensor:
-    total = len(x_RD)
-    x_RD, spans = _padded(x_RD, rows)
-    hidden_RF = silu(_products(x_RD, w1_eFD, spans)) * _products(x_RD, w3_eFD, spans)
-    return _products(hidden_RF, w2_eDF, spans, slices)[:total]
-
-
-def _padded(x_RD: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
-    """The rows, after them zeros, and for each expert that has rows its number and the span that is multiplied."""
-    multiple = row_multiple()
-    starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
-    # Rows of the next experts make a multiple of an expert's; what they give is overwritten by theirs.
-    spans = [(expert, starts[expert], starts[expert] + _up(n, multiple)) for expert, n in enumerate(rows) if n]
-    missing = max((stop for *_, stop in spans), default=0) - len(x_RD)
-    return (torch.cat([x_RD, x_RD.new_zeros(missing, x_RD.shape[1])]) if missing > 0 else x_RD), spans
-
-
-def _products(
-    x_RF: torch.Tensor, weight_eGF: torch.Tensor, spans: Sequence[tuple[int, int, int]], slices: int = 1
-) -> torch.Tensor:
-    """The product of each expert's span of rows with each slice of its weight, side by side."""
-    width = weight_eGF.shape[1]
-    out_RG = torch.empty(len(x_RF), slices * width, dtype=torch.float32)
-    parts = (x_RF.float().chunk(slices, 1), weight_eGF.float().chunk(slices, 2), out_RG.chunk(slices, 1))
-    for part_RF, part_eGF, part_RG in zip(*parts, strict=True):
-        weights = part_eGF.unbind()
-        for expert, start, stop in spans:
-            multiply(part_RF[start:stop], weights[expert], part_RG[start:stop])
-    return out_RG.to(weight_eGF.dtype)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
 class _Networks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_RD: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        rows: Sequence[int],
-        slices: int,
-    ) -> torch.Tensor:
+        ctx: Any, x_RD: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor, rows: Sequence[int], slices: int
+    ) -> Tensor:
         ctx.save_for_backward(x_RD, w1_eFD, w2_eDF, w3_eFD)
         ctx.rows, ctx.slices = rows, slices
         with torch.no_grad():
             return networks(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
 
     @staticmethod
-    def backward(ctx: Any, grad_RG: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_RG: Tensor) -> tuple[Tensor | None, ...]:
         """An expert at a time, whose hidden features are computed once more: they stay in the processor's cache."""
         *inputs, grad_RG = quickly_multiplied(*ctx.saved_tensors, grad_RG)
         x_RD, w1_eFD, w2_eDF, w3_eFD = inputs

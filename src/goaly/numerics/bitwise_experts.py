@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 
 from goaly.numerics import SLICES
-from goaly.numerics.bitwise_expert_networks import Packed, by_kernel, check_kernel, fit_kernel, networks, pack
-from goaly.numerics.bitwise_operations import on_local, softmax
+from goaly.numerics.bitwise_expert_networks import Packed, by_kernel, exactly_packed, networks
+from goaly.numerics.bitwise_operations import on_gpu, on_local, softmax
 from goaly.numerics.experts import Dispatcher, Experts, OwnExpertsDispatcher
 from goaly.numerics.layer_replacement import of_rank
 
@@ -41,9 +42,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         """torchtitan's."""
 
-    def forward(
-        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The weights of each token's experts, the experts (BE-1), and the scores of all."""
         scores_BLE = on_local(softmax, self.gate(x_BLD).float())
         preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E  # of a replayed choice
@@ -60,7 +59,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         return weights_BLK, experts_BLK, scores_BLE
 
 
-def highest(scores_BLE: torch.Tensor, count: int) -> torch.Tensor:
+def highest(scores_BLE: Tensor, count: int) -> Tensor:
     """The numbers of the highest scores, in order (BE-1)."""
     best_BLE = scores_BLE.sort(dim=-1, descending=True, stable=True).indices
     return best_BLE[..., :count].sort(dim=-1).values  # choices that are replayed have no other order
@@ -79,19 +78,18 @@ class BitwiseExperts(Experts):
         self.packed: Packed | None = None
         """Its weights in the kernel's order, once `pack` has been called."""
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """The slices' outputs of each row, side by side."""
         w1, w2, w3 = self._networks()
         return networks(x_RD, w1, w2, w3, num_tokens_per_expert_E.tolist(), self._slices(), self.packed)
 
     def pack(self) -> None:
         """Keep the weights in the kernel's order for the passes to come; to be called anew when they change."""
-        w1, w2, w3 = self._networks()
-        if fit_kernel(w1, self._slices()):
-            check_kernel(w1, self._slices())  # `by_kernel` does not
-            self.packed = pack(w1.detach(), w2.detach(), w3.detach(), self._slices())
+        if not on_gpu(self.w1_EFD):
+            w1, w2, w3 = self._networks()
+            self.packed = exactly_packed(w1.detach(), w2.detach(), w3.detach(), self._slices())
 
-    def _networks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _networks(self) -> tuple[Tensor, Tensor, Tensor]:
         return of_rank(self.w1_EFD), of_rank(self.w2_EDF), of_rank(self.w3_EFD)
 
     def _slices(self) -> int:
@@ -107,12 +105,8 @@ class BitwiseRoutedExperts(RoutedExperts):
         """torchtitan's."""
 
     def forward(
-        self,
-        x_BLD: torch.Tensor,
-        topk_scores_BLK: torch.Tensor,
-        topk_expert_ids_BLK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> Tensor:
         """The weighted sum of each token's experts; a sampler that has all of them need not sort their rows."""
         packed = getattr(self.inner_experts, "packed", None)
         if packed is None or type(self.token_dispatcher) is not BitwiseDispatcher:
@@ -132,29 +126,29 @@ class BitwiseRoutedExperts(RoutedExperts):
 class Combined:
     """Where the rows of a layer's experts are added, in the order of BE-2."""
 
-    row_N: torch.Tensor
+    row_N: Tensor
     """The rows in the order of halves, tokens and experts."""
-    bag_N: torch.Tensor
+    bag_N: Tensor
     """Half and token of each row, as `half * T + token`; the same order as the rows."""
-    weight_N: torch.Tensor
+    weight_N: Tensor
     """The weights, in the order of `row_N`."""
     tokens: int
 
     @classmethod
-    def of(cls, token_N: torch.Tensor, weight_N: torch.Tensor, tokens: int, lower: int) -> "Combined":
+    def of(cls, token_N: Tensor, weight_N: Tensor, tokens: int, lower: int) -> "Combined":
         """The places of rows that are in the order of the experts, of which `lower` are of the lower half."""
         bag_N = token_N.clone()
         bag_N[lower:] += tokens
         row_N = torch.argsort(bag_N, stable=True)
         return cls(row_N=row_N, bag_N=bag_N, weight_N=weight_N[row_N], tokens=tokens)
 
-    def add(self, rows_NG: torch.Tensor) -> torch.Tensor:
+    def add(self, rows_NG: Tensor) -> Tensor:
         """Each token's weighted sum of its rows."""
         if torch.is_grad_enabled():
             return _WeightedSum.apply(rows_NG, self.weight_N, self)
         return self.sums(rows_NG)
 
-    def sums(self, rows_NG: torch.Tensor) -> torch.Tensor:
+    def sums(self, rows_NG: Tensor) -> Tensor:
         """The sum, without a gradient."""
         starts = torch.bincount(self.bag_N, minlength=2 * self.tokens).cumsum(0).roll(1)
         starts[0] = 0
@@ -167,13 +161,13 @@ class Combined:
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_NG: torch.Tensor, weight_N: torch.Tensor, combined: Combined) -> torch.Tensor:
+    def forward(ctx: Any, rows_NG: Tensor, weight_N: Tensor, combined: Combined) -> Tensor:
         ctx.save_for_backward(rows_NG, weight_N)
         ctx.combined = combined
         return combined.sums(rows_NG)
 
     @staticmethod
-    def backward(ctx: Any, grad_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad_TG: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_NG, weight_N = ctx.saved_tensors
         combined = ctx.combined
         grad_NG = grad_TG[combined.bag_N % combined.tokens].float()
@@ -190,19 +184,15 @@ class BitwiseDispatcher(Dispatcher):
         """torchtitan's."""
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_scores_TK: torch.Tensor,
-        topk_expert_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         """The rows of this rank's experts, how many each has, and where they belong."""
         rows_RD, own_e, sent = super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         lower = int(num_local_tokens_per_expert_E[: self.num_experts // 2].sum())
         token_N, weight_N = sent.token_indices_experts_sorted_N, sent.topk_scores_experts_sorted_N
         return rows_RD, own_e, (sent, Combined.of(token_N, weight_N, len(x_TD), lower))
 
-    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """The weighted sum of each token's experts."""
         sent, combined = metadata
         if self.ep_mesh is not None:
@@ -222,29 +212,25 @@ class BitwiseOwnExpertsDispatcher(OwnExpertsDispatcher):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.add: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.add: Callable[[Tensor], Tensor] | None = None
         """Adds the ranks' parts of a tensor."""
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_scores_TK: torch.Tensor,
-        topk_expert_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         """The rows of this rank's experts, how many each has, and where they belong."""
         rows_RD, own_e, sent = super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         own = int(own_e.sum())
         token_N, weight_N = sent.token_indices_experts_sorted_N[:own], sent.topk_scores_experts_sorted_N[:own]
         return rows_RD[:own], own_e, Combined.of(token_N, weight_N, len(x_TD), own)
 
-    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         """The weighted sum of each token's experts, on every rank."""
         assert self.add is not None, "ranks divide the experts"
         return _whole(self.add(metadata.sums(routed_output_RD)), x_TD)
 
 
-def _whole(out_TG: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+def _whole(out_TG: Tensor, x_TD: Tensor) -> Tensor:
     """The sum of the slices that this rank has (BE-2)."""
     first_TD, *others = out_TG.split(x_TD.shape[1], 1)
     for slice_TD in others:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS, COLUMNS, STEP = 64, 64, 32
 """The tile of a product, and the input features that are added at a time."""
@@ -28,7 +29,7 @@ FEWEST = 16
 """The least size of a matrix product in Triton."""
 
 
-def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """`x @ weight.T`, added in float32 and rounded to the weight's type once."""
     out_TN = x_TK.new_empty(len(x_TK), len(weight_NK), dtype=weight_NK.dtype)
     tiles = triton.cdiv(len(x_TK), ROWS)
@@ -36,7 +37,7 @@ def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     return out_TN
 
 
-def by_expert(x_TK: torch.Tensor, weight_ENK: torch.Tensor, rows: Sequence[int], slices: int) -> torch.Tensor:
+def by_expert(x_TK: Tensor, weight_ENK: Tensor, rows: Sequence[int], slices: int) -> Tensor:
     """The product of each expert's rows with each slice of its weight, side by side."""
     width = weight_ENK.shape[1]
     out_TG = x_TK.new_empty(len(x_TK), slices * width, dtype=weight_ENK.dtype)
@@ -51,7 +52,7 @@ def by_expert(x_TK: torch.Tensor, weight_ENK: torch.Tensor, rows: Sequence[int],
     return out_TG
 
 
-def normalized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def normalized(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Each row divided by the root of its mean square, times the weight, in float32 and rounded once."""
     x_TD = _aligned(x_TD)
     count, width = x_TD.shape
@@ -62,23 +63,23 @@ def normalized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.
     return out_TD
 
 
-def log_softmax(x_TD: torch.Tensor) -> torch.Tensor:
+def log_softmax(x_TD: Tensor) -> Tensor:
     """The log-softmax of each row, in float32."""
     return _softmax(x_TD, log=True)
 
 
-def softmax(x_TD: torch.Tensor) -> torch.Tensor:
+def softmax(x_TD: Tensor) -> Tensor:
     """The softmax of each row, in float32."""
     return _softmax(x_TD, log=False)
 
 
 def attend(
-    q_TQW: torch.Tensor,
-    keys_PHSW: torch.Tensor,
-    values_PHSW: torch.Tensor,
-    out_TQW: torch.Tensor,
-    lengths_T: torch.Tensor,
-    pages_TM: torch.Tensor,
+    q_TQW: Tensor,
+    keys_PHSW: Tensor,
+    values_PHSW: Tensor,
+    out_TQW: Tensor,
+    lengths_T: Tensor,
+    pages_TM: Tensor,
     scale: float,
 ) -> None:
     """Write each query's attention over the first `lengths_T` keys in its pages, in their order."""
@@ -112,9 +113,7 @@ def attend(
     )
 
 
-def _multiply(
-    x_TK: torch.Tensor, weight_ENK: torch.Tensor, out_TN: torch.Tensor, tiles: int, places: torch.Tensor | None
-) -> None:
+def _multiply(x_TK: Tensor, weight_ENK: Tensor, out_TN: Tensor, tiles: int, places: Tensor | None) -> None:
     """Multiply tiles of rows. `places` has the expert, first row and end of each; None: all rows of one expert."""
     width, features = weight_ENK.shape[1:]
     if not tiles:
@@ -139,7 +138,7 @@ def _multiply(
     )
 
 
-def _softmax(x_TD: torch.Tensor, *, log: bool) -> torch.Tensor:
+def _softmax(x_TD: Tensor, *, log: bool) -> Tensor:
     x_TD = _aligned(x_TD)
     count, width = x_TD.shape
     out_TD = torch.empty_like(x_TD, dtype=torch.float32)
@@ -153,7 +152,7 @@ def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any) -> None:
     kernel[programs](*arguments)
 
 
-def _aligned(x_TD: torch.Tensor) -> torch.Tensor:
+def _aligned(x_TD: Tensor) -> Tensor:
     """The rows where Triton compiles the same reduction for all: contiguous, at a multiple of 16 bytes."""
     x_TD = x_TD.contiguous()
     return x_TD.clone() if x_TD.data_ptr() % 16 else x_TD
@@ -288,11 +287,7 @@ def _attend(
     member, feature, key = tl.arange(0, HEADS), tl.arange(0, WIDTH), tl.arange(0, KEYS)
     head = kv_head * group + member
     here = (member < group)[:, None] & (feature < width)[None, :]
-    queries = tl.load(
-        q + token * q_token + head[:, None] * q_head + feature[None, :],
-        mask=here,
-        other=0.0,
-    )
+    queries = tl.load(q + token * q_token + head[:, None] * q_head + feature[None, :], mask=here, other=0.0)
     length = tl.load(lengths + token)
     highest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((HEADS,), dtype=tl.float32)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, RMSNorm
 from torchtitan.models.common.feed_forward import FeedForward
@@ -74,7 +75,7 @@ class BitwiseLinear(Linear):
         is_whole = weight.shape == (self.out_features, self.in_features) and not isinstance(weight, DTensor)
         self._packed = pack(weight.detach(), self._slices) if is_whole and not on_gpu(weight) else None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The product with the weight."""
         weight = self.weight
         if self._packed is not None:
@@ -97,7 +98,7 @@ class BitwiseLinear(Linear):
         x, w = input.to_local(grad_placements=[input_gradient]), weight.to_local(grad_placements=[weight_gradient])
         return DTensor.from_local(self._of_rank(x, w), mesh, [out_placement], run_check=False)
 
-    def _of_rank(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _of_rank(self, x: Tensor, weight: Tensor) -> Tensor:
         """The output of a rank that has this part of the weight."""
         return linear(x, weight, self._slices * weight.shape[1] // self.in_features)
 
@@ -109,7 +110,7 @@ class BitwiseFeedForward(FeedForward):
     class Config(FeedForward.Config):
         """torchtitan's."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The network's output."""
         return self.w2(on_local(silu, self.w1(x)) * self.w3(x))
 
@@ -121,7 +122,7 @@ class KernelRMSNorm(RMSNorm):
     class Config(RMSNorm.Config):
         """torchtitan's."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         weight = self.weight
         if self.eps is None or not (x.dtype == torch.float32 or on_gpu(x)):
@@ -141,24 +142,20 @@ class KernelRoPE(CosSinRoPE):
     class Config(CosSinRoPE.Config):
         """torchtitan's."""
 
-    def _precompute_cache(self) -> torch.Tensor:
+    def _precompute_cache(self) -> Tensor:
         """The cosine and the sine of each angle once, `[positions, dim]`; torchtitan's cache has them twice."""
         cos, sin = super()._precompute_cache().chunk(2, -1)
         half = self.config.dim // 2
         return torch.cat([cos[:, :half], sin[:, :half]], -1).contiguous()
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The rotated queries and keys."""
         if positions is None or query.dtype != torch.float32 or on_gpu(query):
             return super().forward(query, key, positions)
         return _rotate(query, key, positions, self.cache, of_halves=True)
 
     @staticmethod
-    def apply_rotary_emb(
-        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
         """torchtitan's rotation."""
         cos, sin = rope_cache.chunk(2, -1)
         return CosSinRoPE.apply_rotary_emb(query, key, torch.cat([cos, cos, sin, sin], -1))
@@ -171,32 +168,28 @@ class KernelComplexRoPE(ComplexRoPE):
     class Config(ComplexRoPE.Config):
         """torchtitan's."""
 
-    def _precompute_cache(self) -> torch.Tensor:
+    def _precompute_cache(self) -> Tensor:
         """The cosine and the sine of each angle, `[positions, dim]`; torchtitan's cache has them as complex numbers."""
         turns = super()._precompute_cache()
         return torch.cat([turns.real, turns.imag], -1)
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The rotated queries and keys."""
         if positions is None or on_gpu(query):
             return super().forward(query, key, positions)
         return _rotate(query, key, positions, self.cache, of_halves=False)
 
     @staticmethod
-    def apply_rotary_emb(
-        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
         """torchtitan's rotation."""
         return ComplexRoPE.apply_rotary_emb(query, key, torch.complex(*rope_cache.chunk(2, -1)))
 
 
-def _norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def _norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _Norm.apply(x, weight_D, eps) if torch.is_grad_enabled() else _normed(x, weight_D, eps)
 
 
-def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if on_gpu(x):
         from goaly.numerics import bitwise_kernels
 
@@ -210,13 +203,13 @@ def _normed(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight_D)
         ctx.eps = eps
         return _normed(x, weight_D, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_D = ctx.saved_tensors
         if on_gpu(x):
             given = [one.detach().requires_grad_() for one in (x, weight_D)]
@@ -228,9 +221,7 @@ class _Norm(torch.autograd.Function):
         return *norm_gradients(x_TD, weight_D, scale_T1.add_(ctx.eps).rsqrt_(), grad), None
 
 
-def _rotate(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, *, of_halves: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate(query: Tensor, key: Tensor, positions: Tensor, cache: Tensor, *, of_halves: bool) -> tuple[Tensor, Tensor]:
     """Queries and keys whose features are rotated in pairs: one of each half, or adjacent ones."""
     q, k = of_rank(query), of_rank(key)
     position_T, angles = of_rank(positions).expand(q.shape[:2]).flatten(), of_rank(cache)
@@ -240,16 +231,14 @@ def _rotate(
     return _divided_as(query, turned_q), _divided_as(key, turned_k)
 
 
-def _divided_as(given: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _divided_as(given: Tensor, part: Tensor) -> Tensor:
     """A rank's part of a tensor that is divided as the given one."""
     if not isinstance(given, DTensor):
         return part
     return DTensor.from_local(part, given.device_mesh, given.placements, run_check=False)
 
 
-def _turned(
-    query: torch.Tensor, key: torch.Tensor, position_T: torch.Tensor, cache: torch.Tensor, of_halves: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _turned(query: Tensor, key: Tensor, position_T: Tensor, cache: Tensor, of_halves: bool) -> tuple[Tensor, Tensor]:
     from vllm import _custom_ops as kernels
 
     q, k = (  # the kernel writes over them
@@ -263,16 +252,14 @@ def _turned(
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, position_T: torch.Tensor, cache: torch.Tensor, of_halves: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, query: Tensor, key: Tensor, position_T: Tensor, cache: Tensor, of_halves: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(position_T, cache)
         ctx.of_halves = of_halves
         return _turned(query, key, position_T, cache, of_halves)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_query: torch.Tensor, grad_key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """The inverse rotation."""
         position_T, cache = ctx.saved_tensors
         cos_TD, sin_TD = cache[position_T].chunk(2, -1)

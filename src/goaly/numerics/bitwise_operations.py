@@ -2,11 +2,11 @@
 
 On a GPU they are those of `bitwise_kernels.py`, in which a row never depends on another.
 
-Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN, or MKL in a torch
-without it, computes a row in the same way in every product of enough rows, and in another way in one of a few rows. So
-few rows are padded, and the first product with a weight of some shape is compared with the definition in BW-1. On a
-machine where they differ, rows are multiplied a tile at a time. A sampler on one rank has its weights in the order of
-vLLM's kernel, which is oneDNN, too, and is compared in the same way.
+Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN computes a row in the
+same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
+product with a weight of some shape is compared with the definition in BW-1. On a machine where they differ, rows are
+multiplied a tile at a time. A sampler on one rank has its weights in the order of vLLM's kernel, which is oneDNN, too,
+and is compared in the same way.
 
 torch reduces each row of a softmax by itself on a CPU. On a GPU its kernels may choose by the address of a row or the
 number of rows how they reduce.
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from goaly.base.errors import ConfigError
@@ -35,7 +36,7 @@ from goaly.numerics.cpu_training import linear_gradients, onednn_product, packed
 
 TILE = 32
 ROWS_OF_A_THREAD = 8
-"""Rows that make MKL give each thread enough of them; it needs 4."""
+"""Fewest rows of a thread in a product. oneDNN computes one row alone in another way."""
 LOOP = 64
 """Elements that torch's vector loops take at once are a divisor of this."""
 GRAIN = 1 << 15
@@ -44,37 +45,26 @@ PackedSlices = tuple[Any, ...]
 """A weight's slices of input features, as vLLM's handles."""
 
 
-def on_gpu(tensor: torch.Tensor) -> bool:
+def on_gpu(tensor: Tensor) -> bool:
     """Whether the kernels of `bitwise_kernels.py` compute with this tensor."""
     return tensor.is_cuda
 
 
-def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """`x @ weight.T`, of which each row is that of BW-1."""
     if on_gpu(x_TK):
         from goaly.numerics import bitwise_kernels
 
         return bitwise_kernels.product(x_TK, weight_NK)
-    rows = len(x_TK)
-    padding = -rows % row_multiple()
+    (width, features), rows = weight_NK.shape, len(x_TK)
     x_TK = x_TK.float()
-    if padding:
+    if padding := -rows % row_multiple():
         x_TK = F.pad(x_TK, (0, 0, 0, padding))
+    multiply = onednn_product if _whole_is_exact(features, width, torch.get_num_threads()) else _tiled
     return multiply(x_TK, weight_NK.float())[:rows].to(weight_NK.dtype)
 
 
-def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor | None = None) -> torch.Tensor:
-    """The float32 product of a multiple of `row_multiple` rows, if `out_TN` is set in its memory; each row is that of
-    BW-1."""
-    width, features = weight_NK.shape
-    if _whole_is_exact(features, width, torch.get_num_threads()):
-        made_TN = _product(x_TK, weight_NK)
-    else:
-        made_TN = _tiled(x_TK, weight_NK)[: len(x_TK)]
-    return made_TN if out_TN is None else out_TN.copy_(made_TN)
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
+def silu(x: Tensor) -> Tensor:
     """The activation of each element, over a number of elements that has no remainder (BW-3). On a GPU every element is
     computed alone."""
     if on_gpu(x):
@@ -87,12 +77,12 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(F.pad(x.reshape(-1), (0, LOOP * threads - remainder)))[:count].view(x.shape)
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
+def softmax(x: Tensor) -> Tensor:
     """The softmax over the last dimension of a float32 tensor (BX-1)."""
     return _Softmax.apply(x) if on_gpu(x) else F.softmax(x, dim=-1)
 
 
-def log_softmax(x_TD: torch.Tensor) -> torch.Tensor:
+def log_softmax(x_TD: Tensor) -> Tensor:
     """The log-softmax of each row in float32 (BX-1), without a gradient."""
     if on_gpu(x_TD):
         from goaly.numerics import bitwise_kernels
@@ -101,14 +91,14 @@ def log_softmax(x_TD: torch.Tensor) -> torch.Tensor:
     return x_TD.log_softmax(-1, dtype=torch.float32)
 
 
-def on_local(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def on_local(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The function of each rank's part."""
     if not isinstance(x, DTensor):
         return function(x)
     return DTensor.from_local(function(x.to_local()), x.device_mesh, x.placements, run_check=False)
 
 
-def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
+def pack(weight_NK: Tensor, slices: int) -> PackedSlices | None:
     """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
     width, features = len(weight_NK), weight_NK.shape[1] // slices
     if not _packed_is_exact(features, width, torch.get_num_threads()):
@@ -116,38 +106,38 @@ def pack(weight_NK: torch.Tensor, slices: int) -> PackedSlices | None:
     return tuple(packed_weight(part_NK.float()) for part_NK in weight_NK.chunk(slices, 1))
 
 
-def packed_product(x: torch.Tensor, packed: PackedSlices, dtype: torch.dtype) -> torch.Tensor:
+def packed_product(x: Tensor, packed: PackedSlices, dtype: torch.dtype) -> Tensor:
     """The product with packed slices of a weight, rounded to this type (BW-2); without a gradient."""
     from vllm import _custom_ops as kernels
 
     parts = zip(packed, x.chunk(len(packed), -1), strict=True)
     products = (kernels.onednn_mm(handle, part.float().contiguous(), None).to(dtype) for handle, part in parts)
-    return reduce(torch.Tensor.add_, products)
+    return reduce(Tensor.add_, products)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+def linear(x: Tensor, weight_NK: Tensor, slices: int) -> Tensor:
     """The product with a weight, summed in this number of slices of the input features (BW-2)."""
     given = x.reshape(-1, x.shape[-1]), weight_NK, slices
     out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
     return out_TN.view(*x.shape[:-1], len(weight_NK))
 
 
-def _sliced(x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+def _sliced(x_TK: Tensor, weight_NK: Tensor, slices: int) -> Tensor:
     parts = zip(x_TK.chunk(slices, 1), weight_NK.chunk(slices, 1), strict=True)
-    return reduce(torch.Tensor.add_, (product(*part) for part in parts))
+    return reduce(Tensor.add_, (product(*part) for part in parts))
 
 
 class _ExactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, slices: int) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, slices: int) -> Tensor:
         ctx.save_for_backward(x_TK, weight_NK)
         return _sliced(x_TK, weight_NK, slices)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_TK, weight_NK, grad = quickly_multiplied(*ctx.saved_tensors, grad)
         of_x, of_weight, _ = ctx.needs_input_grad
-        if weight_NK.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not on_gpu(grad):
+        if weight_NK.dtype == torch.float32 and not on_gpu(grad):
             return *linear_gradients(x_TK, weight_NK, grad, (of_x, of_weight)), None
         grad_x = torch.mm(grad, weight_NK) if of_x else None
         return grad_x, torch.mm(grad.t(), x_TK) if of_weight else None, None
@@ -155,7 +145,7 @@ class _ExactLinear(torch.autograd.Function):
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         from goaly.numerics import bitwise_kernels
 
         out = bitwise_kernels.softmax(x.reshape(-1, x.shape[-1])).view(x.shape)
@@ -163,7 +153,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
         return torch._softmax_backward_data(grad, out, -1, out.dtype)
 
@@ -176,13 +166,15 @@ def row_multiple() -> int:
 @cache
 def _whole_is_exact(features: int, width: int, threads: int) -> bool:
     """Whether a product of all rows at once is that of BW-1 on this machine; ConfigError if a tile itself is not."""
+    if not torch.backends.mkldnn.is_available():
+        raise ConfigError(["model.numerics=bitwise: needs a torch with oneDNN on a CPU"])
     random = torch.Generator().manual_seed(0)
     multiple = row_multiple()
     x_TK = torch.randn(16 * multiple, features, generator=random, dtype=torch.float32)
     weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
     expected_TN = _tiled(x_TK, weight_NK)
 
-    def exact(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+    def exact(multiply: Callable[[Tensor, Tensor], Tensor]) -> bool:
         starts_and_sizes = [(0, 1), (3, 1), (5, 2), (1, 3), (2, 7), (0, 16)]
         parts = [slice(start * multiple, (start + size) * multiple) for start, size in starts_and_sizes]
         whole = all(torch.equal(multiply(x_TK[part], weight_NK), expected_TN[part]) for part in parts)
@@ -190,7 +182,7 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
         whole &= torch.equal(multiply(x_TK[odd], weight_NK), expected_TN[odd])
         return whole and torch.equal(multiply(moved_TK, weight_NK).roll(-TILE // 2 - 1, 0), expected_TN)
 
-    if exact(_product):
+    if exact(onednn_product):
         return True
     if exact(_tiled):
         return False
@@ -207,8 +199,6 @@ def _packed_is_exact(features: int, width: int, threads: int) -> bool:
     """Whether vLLM's kernel gives rows the bits of BW-1 on this machine, in any number."""
     from vllm import _custom_ops as kernels
 
-    if not torch.backends.mkldnn.is_available():
-        return False
     random = torch.Generator().manual_seed(0)
     x_TK = torch.randn(8 * TILE, features, generator=random, dtype=torch.float32)
     weight_NK = torch.randn(width, features, generator=random, dtype=torch.float32)
@@ -218,12 +208,6 @@ def _packed_is_exact(features: int, width: int, threads: int) -> bool:
     return all(torch.equal(kernels.onednn_mm(handler, x_TK[part], None), expected_TN[part]) for part in parts)
 
 
-def _tiled(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def _tiled(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     x_TK = F.pad(x_TK, (0, 0, 0, -len(x_TK) % TILE)) if len(x_TK) % TILE else x_TK
-    return torch.cat([_product(x_RK, weight_NK) for x_RK in x_TK.split(TILE)])
-
-
-def _product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    if torch.backends.mkldnn.is_available():
-        return onednn_product(x_TK, weight_NK)
-    return torch.mm(x_TK, weight_NK.t())
+    return torch.cat([onednn_product(x_RK, weight_NK) for x_RK in x_TK.split(TILE)])

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.protocols.module import Module
 
@@ -39,16 +40,16 @@ class PackedDocuments:
     """(documents D, padded length C) of each class, in the order of their slots."""
     slots: int
     """S: the sum of D * C."""
-    first_slot_T: torch.Tensor
+    first_slot_T: Tensor
     """The first slot of the token's document."""
-    offset_T: torch.Tensor
+    offset_T: Tensor
     """The token's position in its document."""
-    length_T: torch.Tensor
+    length_T: Tensor
     """The padded length of the token's document."""
     _places: dict[int, "Places"]
 
     @classmethod
-    def of(cls, positions_BL: torch.Tensor) -> "PackedDocuments":
+    def of(cls, positions_BL: Tensor) -> "PackedDocuments":
         """Find the documents in positions that restart at 0."""
         starts = positions_BL == 0
         starts[:, 0] = True
@@ -87,11 +88,19 @@ class PackedDocuments:
 class Places(NamedTuple):
     """A mapping in both directions: gathering is faster than scattering into zeros."""
 
-    slot_of_row: torch.Tensor
-    row_of_slot: torch.Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
     """The first row for slots without a row."""
-    padding: torch.Tensor
+    padding: Tensor
     """The slots without a row."""
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """The rows in their slots."""
+        return _Gathered.apply(rows, self.row_of_slot, self.slot_of_row, None)
+
+    def unpack(self, slots: Tensor) -> Tensor:
+        """The slots' rows."""
+        return _Gathered.apply(slots, self.slot_of_row, self.row_of_slot, self.padding)
 
 
 class PackedAttention(Module):
@@ -101,7 +110,7 @@ class PackedAttention(Module):
     class Config(VarlenAttention.Config):
         """Variable-length attention for torchtitan; documents come from positions."""
 
-        def documents(self, positions_BL: torch.Tensor) -> Any:
+        def documents(self, positions_BL: Tensor) -> Any:
             """The mask."""
             return PackedDocuments.of(positions_BL)
 
@@ -111,24 +120,24 @@ class PackedAttention(Module):
 
     def forward(
         self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: PackedDocuments,
         scale: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        sinks_N: Tensor | None = None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Causal attention within each document (AT-1). Only layers with sinks may have a window."""
         B, L, N, H = q_BLNH.shape
         K, V = v_BLNH.shape[2:]
         scale = H**-0.5 if scale is None else scale
         query_places, key_places = attention_masks.places(N), attention_masks.places(K)
         sizes = [documents * length for documents, length in attention_masks.classes]
-        q_classes = _Pack.apply(q_BLNH.reshape(-1, H), query_places).split([size * N for size in sizes])
-        k_classes = _Pack.apply(k_BLNH.reshape(-1, H), key_places).split([size * K for size in sizes])
-        v_classes = _Pack.apply(v_BLNH.reshape(-1, V), key_places).split([size * K for size in sizes])
+        q_classes = query_places.pack(q_BLNH.reshape(-1, H)).split([size * N for size in sizes])
+        k_classes = key_places.pack(k_BLNH.reshape(-1, H)).split([size * K for size in sizes])
+        v_classes = key_places.pack(v_BLNH.reshape(-1, V)).split([size * K for size in sizes])
         out_classes, sum_classes = [], []
         for (D, C), q, k, v in zip(attention_masks.classes, q_classes, k_classes, v_classes, strict=True):
             if sinks_N is not None:
@@ -143,111 +152,48 @@ class PackedAttention(Module):
             else:
                 out = _long(q.view(D, N, C, H), k.view(D, K, C, H), v.view(D, K, C, V), scale)
             out_classes.append(out.reshape(-1, V))
-        out_BLNV = _Unpack.apply(torch.cat(out_classes), query_places).view(B, L, N, V)
+        out_BLNV = query_places.unpack(torch.cat(out_classes)).view(B, L, N, V)
         if sinks_N is None:
             return out_BLNV
-        return with_sinks(out_BLNV, _Unpack.apply(torch.cat(sum_classes), query_places).view(B, L, N), sinks_N)
+        return with_sinks(out_BLNV, query_places.unpack(torch.cat(sum_classes)).view(B, L, N), sinks_N)
 
 
-def packed_gradients(
-    q_BLNH: torch.Tensor,
-    k_BLNH: torch.Tensor,
-    v_BLNV: torch.Tensor,
-    grad_BLNV: torch.Tensor,
-    documents: PackedDocuments,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `PackedAttention`, of a forward pass that was computed in another way."""
-    N, K, H, V = q_BLNH.shape[2], k_BLNH.shape[2], q_BLNH.shape[3], v_BLNV.shape[3]
-
-    def by_class(rows: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-        places = documents.places(heads)
-        slots = rows.reshape(-1, rows.shape[3]).index_select(0, places.row_of_slot)
-        if rows is grad_BLNV:
-            slots.index_fill_(0, places.padding, 0)  # AT-2
-        return slots.split([count * length * heads for count, length in documents.classes])
-
-    inputs = (by_class(q_BLNH, N), by_class(k_BLNH, K), by_class(v_BLNV, K), by_class(grad_BLNV, N))
-    classes = zip(documents.classes, *inputs, strict=True)
-    found = []
-    for (D, C), q, k, v, grad in classes:
-        if C <= SHORT:
-            q, grad = q.view(D * K, N // K * C, H), grad.view(D * K, N // K * C, V)
-            k, v = k.view(D * K, C, H), v.view(D * K, C, V)
-            of_class = _short_gradients(q, k, v, _short_weights(q, k, scale), grad, scale)
-        else:
-            shapes = [(D, N, C, H), (D, K, C, H), (D, K, C, V)]
-            leaves = [one.view(shape).requires_grad_() for one, shape in zip((q, k, v), shapes, strict=True)]
-            with torch.enable_grad():
-                out = _long(leaves[0], leaves[1], leaves[2], scale)
-            of_class = torch.autograd.grad(out, leaves, grad.view(D, N, C, V))
-        found.append([one.reshape(-1, one.shape[-1]) for one in of_class])
-
-    def unpacked(which: int, rows: torch.Tensor) -> torch.Tensor:
-        slots = torch.cat([of_class[which] for of_class in found])
-        return slots.index_select(0, documents.places(rows.shape[2]).slot_of_row).view(rows.shape)
-
-    return unpacked(0, q_BLNH), unpacked(1, k_BLNH), unpacked(2, v_BLNV)
-
-
-class _Pack(torch.autograd.Function):
-    """Moves rows to their slots."""
+class _Gathered(torch.autograd.Function):
+    """Moves rows to slots or back; the gradient goes the other way, and that of `padding` is zero (AT-2)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: Places) -> torch.Tensor:
-        ctx.places = places
-        return rows.index_select(0, places.row_of_slot)
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.inverse, ctx.padding = inverse, padding
+        return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.places.slot_of_row), None
-
-
-class _Unpack(torch.autograd.Function):
-    """Moves rows back from their slots; the padding's gradient is zero (AT-2)."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: torch.Tensor, places: Places) -> torch.Tensor:
-        ctx.places = places
-        return slots.index_select(0, places.slot_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.places.row_of_slot).index_fill_(0, ctx.places.padding, 0), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        found = grad.index_select(0, ctx.inverse)
+        return found if ctx.padding is None else found.index_fill_(0, ctx.padding, 0), None, None, None
 
 
 class _ShortAttention(torch.autograd.Function):
     """Causal attention of a class of short documents, with queries `[D * K, G * C, H]`, by full matrix products."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        weights = _short_weights(q, k, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        length = k.shape[1]
+        mask = causal_mask(length, q.shape[1] // length, q.dtype, q.device)
+        weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
         ctx.save_for_backward(q, k, v, weights)
         ctx.scale = scale
         return torch.bmm(weights, v)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, weights = ctx.saved_tensors
-        return *_short_gradients(q, k, v, weights, grad, ctx.scale), None
+        grad_v = torch.bmm(weights.transpose(1, 2), grad)
+        grad_weights = torch.bmm(grad, v.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(ctx.scale)
+        return torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q), grad_v, None
 
 
-def _short_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    length = k.shape[1]
-    mask = causal_mask(length, q.shape[1] // length, q.dtype, q.device)
-    return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(-1)
-
-
-def _short_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_v = torch.bmm(weights.transpose(1, 2), grad)
-    grad_weights = torch.bmm(grad, v.transpose(1, 2))
-    grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
-    return torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q), grad_v
-
-
-def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _long(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of a class of long documents, `[D, heads, C, H]` each: of narrower values only the kernel that
     keeps all scores is made."""
     gqa, width = q.shape[1] != k.shape[1], v.shape[-1]
@@ -257,6 +203,6 @@ def _long(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
 
 
 @cache
-def causal_mask(length: int, repeats: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def causal_mask(length: int, repeats: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf above the diagonal, once for each query head that shares a key head."""
     return torch.full((length, length), float("-inf"), dtype=dtype, device=device).triu(1).repeat(repeats, 1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from goaly.weights.shared_memory import Segment
 
@@ -49,19 +50,19 @@ class CpuRanks:
         """vLLM asks whether this is the same for all ranks. They are on one machine."""
         return ""
 
-    def all_reduce(self, input: torch.Tensor, group: Any = None) -> None:
+    def all_reduce(self, input: Tensor, group: Any = None) -> None:
         """Add the ranks' tensors, in place."""
         for piece_N, (first_N, second_N, *others) in self._exchanged(input.view(-1)):
             torch.add(first_N, second_N, out=piece_N)
             for other_N in others:
                 piece_N += other_N
 
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: Any = None) -> None:
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, group: Any = None) -> None:
         """Write the ranks' tensors one after another."""
         self.gather(input, list(output.view(len(self._parts), -1)))
 
     def gather(
-        self, input: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0, group: Any = None
+        self, input: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None
     ) -> None:
         """Write the ranks' tensors into those of the list, on the rank that has one."""
         start = 0
@@ -70,7 +71,7 @@ class CpuRanks:
                 whole.view(-1)[start : start + len(piece_N)].copy_(part_N)
             start += len(piece_N)
 
-    def _exchanged(self, own_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    def _exchanged(self, own_N: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Each piece of a tensor, and all ranks' parts for it."""
         for piece_N in own_N.split(PLACE // own_N.itemsize):
             parts = [part[self._place, : piece_N.nbytes].view(own_N.dtype) for part in self._parts]

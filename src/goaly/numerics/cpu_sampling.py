@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.model_executor.layers.quantization.online.base  # noqa: F401 - imported by each engine's start
+from torch import Tensor
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import RoutedExperts
@@ -33,7 +34,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms import current_platform
 from vllm.v1.sample import sampler
 
-from goaly.numerics.bitwise_expert_networks import INSTRUCTIONS, PACKED, Packed, pack
+from goaly.numerics import KERNEL_WIDTH
+from goaly.numerics.bitwise_expert_networks import INSTRUCTIONS, Packed, pack
 from goaly.numerics.bitwise_layers import KernelRMSNorm, KernelRoPE
 from goaly.numerics.cpu_training import packed_weight
 from goaly.numerics.experts import Experts
@@ -61,7 +63,7 @@ class PackedLinear(Linear):
         """Copy the weight into the kernel's order."""
         self._handler = packed_weight(self.weight.detach())
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The product with the weight."""
         return kernels.onednn_mm(self._handler, input, self.bias)
 
@@ -83,12 +85,8 @@ class FusedExperts(RoutedExperts):
         self._packed = pack(weights.w1_EFD.detach(), weights.w2_EDF.detach(), weights.w3_EFD.detach(), slices=1)
 
     def forward(
-        self,
-        x_BLD: torch.Tensor,
-        topk_scores_BLK: torch.Tensor,
-        topk_expert_ids_BLK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> Tensor:
         """The weighted sum of each token's experts."""
         assert self._packed is not None, "weights are packed when they are loaded"
         x_TD = x_BLD.flatten(0, 1).contiguous()
@@ -130,7 +128,7 @@ def use_fused_kernels(decoder: Any) -> None:
 def _fits_kernel(moe: Any) -> bool:
     inner = moe.routed_experts.inner_experts
     plain = type(inner) is Experts.Config and get_tensor_model_parallel_world_size() == 1
-    return plain and inner.dim % PACKED == 0 and inner.hidden_dim % PACKED == 0
+    return plain and inner.dim % KERNEL_WIDTH == inner.hidden_dim % KERNEL_WIDTH == 0
 
 
 def adapt_sampling(runner: Any) -> None:
@@ -150,5 +148,5 @@ def adapt_sampling(runner: Any) -> None:
     runner.sample_tokens = sample_tokens
 
 
-def _rank_of_sample(logprobs_TV: torch.Tensor, sampled_T1: torch.Tensor) -> torch.Tensor:
+def _rank_of_sample(logprobs_TV: Tensor, sampled_T1: Tensor) -> Tensor:
     return (logprobs_TV >= sampled_T1).sum(-1)

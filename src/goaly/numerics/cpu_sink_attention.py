@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 QUERIES = 256
 """Queries of a block: short documents are one."""
@@ -27,8 +28,8 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_MGQH: torch.Tensor, k_MCH: torch.Tensor, v_MCV: torch.Tensor, scale: float, window: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q_MGQH: Tensor, k_MCH: Tensor, v_MCV: Tensor, scale: float, window: int
+    ) -> tuple[Tensor, Tensor]:
         out_MGQV = q_MGQH.new_empty(*q_MGQH.shape[:3], v_MCV.shape[-1])
         sums_MGQ = q_MGQH.new_empty(q_MGQH.shape[:3], dtype=torch.float32)
         for queries, keys in _blocks(q_MGQH.shape[2], k_MCH.shape[1], window):
@@ -42,9 +43,7 @@ class SinkAttention(torch.autograd.Function):
         return out_MGQV, sums_MGQ
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_MGQV: torch.Tensor, grad_sums_MGQ: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_MGQV: Tensor, grad_sums_MGQ: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_MGQH, k_MCH, v_MCV, out_MGQV, sums_MGQ = ctx.saved_tensors
         found_q, found_k, found_v = torch.empty_like(q_MGQH), torch.zeros_like(k_MCH), torch.zeros_like(v_MCV)
         along_MGQ = (grad_MGQV * out_MGQV).sum(-1, dtype=torch.float32) - grad_sums_MGQ
@@ -61,7 +60,7 @@ class SinkAttention(torch.autograd.Function):
         return found_q, found_k, found_v, None, None
 
 
-def with_sinks(out_BLNV: torch.Tensor, sums_BLN: torch.Tensor, sinks_N: torch.Tensor) -> torch.Tensor:
+def with_sinks(out_BLNV: Tensor, sums_BLN: Tensor, sinks_N: Tensor) -> Tensor:
     """The output with each head's sink, of the output without and the log of the sums."""
     return out_BLNV * torch.sigmoid(sums_BLN - sinks_N)[..., None].to(out_BLNV.dtype)
 
@@ -74,7 +73,7 @@ def _blocks(count: int, length: int, window: int) -> Iterator[tuple[slice, slice
         yield slice(begin, end), slice(max(0, earlier + begin - window + 1) if window else 0, earlier + end)
 
 
-def _mask(queries: slice, keys: slice, window: int) -> torch.Tensor:
+def _mask(queries: slice, keys: slice, window: int) -> Tensor:
     """Which queries do not see which keys (SA-1)."""
     own = keys.stop - (queries.stop - queries.start)
     before_qk = torch.arange(own, keys.stop)[:, None] - torch.arange(keys.start, keys.stop)
@@ -82,16 +81,16 @@ def _mask(queries: slice, keys: slice, window: int) -> torch.Tensor:
     return hidden_qk | (before_qk >= window) if window else hidden_qk
 
 
-def _scores(q_MGqH: torch.Tensor, k_MkH: torch.Tensor, scale: float, mask_qk: torch.Tensor) -> torch.Tensor:
+def _scores(q_MGqH: Tensor, k_MkH: Tensor, scale: float, mask_qk: Tensor) -> Tensor:
     return _times(q_MGqH, k_MkH.transpose(1, 2)).float().mul_(scale).masked_fill_(mask_qk, float("-inf"))
 
 
-def _times(left_MGqX: torch.Tensor, right_MXY: torch.Tensor) -> torch.Tensor:
+def _times(left_MGqX: Tensor, right_MXY: Tensor) -> Tensor:
     """Matrix products in which all query heads of a key head are one matrix."""
     product = torch.bmm(left_MGqX.flatten(1, 2), right_MXY)
     return product.view(*left_MGqX.shape[:3], right_MXY.shape[-1])
 
 
-def _transposed_times(left_MGqX: torch.Tensor, right_MGqY: torch.Tensor) -> torch.Tensor:
+def _transposed_times(left_MGqX: Tensor, right_MGqY: Tensor) -> Tensor:
     """The sum over queries and the query heads of a key head."""
     return torch.bmm(left_MGqX.flatten(1, 2).transpose(1, 2), right_MGqY.flatten(1, 2))

@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import CosSinRoPE, RMSNorm
 from torchtitan.models.common.linear import Linear
@@ -41,7 +42,7 @@ class LeanRMSNorm(RMSNorm):
     class Config(RMSNorm.Config):
         """torchtitan's."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The normalized input."""
         if _plain(x, self.weight) and self.eps is not None:
             return _RMSNorm.apply(x, self.weight, self.eps)
@@ -56,9 +57,7 @@ class LeanRoPE(CosSinRoPE):
         """torchtitan's."""
 
     @staticmethod
-    def apply_rotary_emb(
-        query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate by the cached angles."""
         if _plain(query, key):
             return _Rotation.apply(query, rope_cache), _Rotation.apply(key, rope_cache)
@@ -72,30 +71,30 @@ class LeanLinear(Linear):
     class Config(Linear.Config):
         """torchtitan's."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The product with the weight."""
         if self.bias is None and not isinstance(self.weight, DTensor):
             return lean_linear(input, self.weight)
         return super().forward(input)
 
 
-def lean_linear(x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+def lean_linear(x: Tensor, weight_OD: Tensor) -> Tensor:
     """The product of `x` with a weight, by oneDNN if it can (CL-2)."""
     if torch.backends.mkldnn.is_available() and x.device.type == "cpu" and _is_float32(x, weight_OD):
         return _LeanProduct.apply(x, weight_OD)
     return torch.nn.functional.linear(x, weight_OD)
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _plain(*tensors: Tensor) -> bool:
     """Whether a gradient is needed and these are unsharded float32 tensors (CL-2)."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and _is_float32(*tensors)
 
 
-def _is_float32(*tensors: torch.Tensor) -> bool:
+def _is_float32(*tensors: Tensor) -> bool:
     return all(tensor.dtype == torch.float32 and not isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def _pieces(*tensors_TD: torch.Tensor) -> Any:
+def _pieces(*tensors_TD: Tensor) -> Any:
     """The rows of the tensors in pieces."""
     rows = max(1, PIECE // tensors_TD[0].shape[1])
     return zip(*(tensor.split(rows) for tensor in tensors_TD), strict=True)
@@ -103,7 +102,7 @@ def _pieces(*tensors_TD: torch.Tensor) -> Any:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = x.reshape(-1, len(weight_D))
         scale_T1 = x_TD.new_empty(len(x_TD), 1)
         out_TD = torch.empty_like(x_TD)
@@ -114,14 +113,12 @@ class _RMSNorm(torch.autograd.Function):
         return out_TD.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
         return *norm_gradients(x_TD, weight_D, scale_T1, grad), None
 
 
-def norm_gradients(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, scale_T1: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_gradients(x_TD: Tensor, weight_D: Tensor, scale_T1: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the input and the weight of a norm, of which `scale_T1` is one over the root mean square."""
     grad_TD = grad.reshape(x_TD.shape)
     grad_x_TD = torch.empty_like(x_TD)
@@ -137,31 +134,31 @@ def norm_gradients(
 
 class _LeanProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OD: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_OD)
         return onednn_product(x.reshape(-1, x.shape[-1]), weight_OD).view(*x.shape[:-1], len(weight_OD))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight_OD = ctx.saved_tensors
         return linear_gradients(x, weight_OD, grad, ctx.needs_input_grad)
 
 
 def linear_gradients(
-    x: torch.Tensor, weight_OD: torch.Tensor, grad: torch.Tensor, needed: Sequence[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    x: Tensor, weight_OD: Tensor, grad: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a float32 linear layer's input and weight, those that are needed."""
     grad_TO, x_TD = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
     grad_x = onednn_product(grad_TO, weight_OD.t()).view(x.shape) if needed[0] else None
     return grad_x, onednn_product(grad_TO.t(), x_TD.t()) if needed[1] else None
 
 
-def onednn_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def onednn_product(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product of `a` and the transpose of `b`, both float32, by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), None, "none", [], "")
 
 
-def quickly_multiplied(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def quickly_multiplied(*tensors: Tensor) -> list[Tensor]:
     """The tensors, those of bfloat16 as float32 on a CPU that has no instructions for them: torch multiplies one number
     at a time there, which takes 8 to 80 times as long."""
     slow = tensors[0].dtype == torch.bfloat16 and not tensors[0].is_cuda and not _multiplies_bfloat16()
@@ -173,31 +170,31 @@ def _multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def packed_weight(weight_OD: torch.Tensor) -> Any:
+def packed_weight(weight_OD: Tensor) -> Any:
     """A copy of a float32 weight in the order of vLLM's kernel, as that kernel's handle."""
     from vllm import _custom_ops as kernels
 
     return kernels.create_onednn_mm(weight_OD.contiguous().t(), BATCH_SIZES)
 
 
-def _dense(matrix: torch.Tensor) -> torch.Tensor:
+def _dense(matrix: Tensor) -> Tensor:
     """The matrix without gaps in memory: oneDNN takes a thousand times as long for others."""
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
         return _rotated(x, angles, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (angles,) = ctx.saved_tensors
         return _rotated(grad, angles, -1.0), None
 
 
-def _rotated(x: torch.Tensor, angles: torch.Tensor, direction: float) -> torch.Tensor:
+def _rotated(x: Tensor, angles: Tensor, direction: float) -> Tensor:
     """`x * cos + rotate_half(x) * sin`; the matrix product swaps and negates halves exactly."""
     width = x.shape[-1]
     cos, sin = angles.split(width, -1)
@@ -206,7 +203,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor, direction: float) -> torch.T
 
 
 @cache
-def _half_turn(width: int, direction: float) -> torch.Tensor:
+def _half_turn(width: int, direction: float) -> Tensor:
     half = torch.eye(width // 2)
     zero = torch.zeros_like(half)
     return direction * torch.cat([torch.cat([zero, half], 1), torch.cat([-half, zero], 1)])

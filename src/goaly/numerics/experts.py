@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import (
@@ -36,13 +37,13 @@ class Experts(GroupedExperts):
     class Config(GroupedExperts.Config):
         """torchtitan's."""
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Each token's output of the expert that it is routed to."""
         ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         hidden_RF = F.silu(self._product(x_RD, "w1_EFD", ends_E)) * self._product(x_RD, "w3_EFD", ends_E)
         return self._product(hidden_RF, "w2_EDF", ends_E)
 
-    def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
+    def _product(self, rows: Tensor, name: str, ends_E: Tensor) -> Tensor:
         """The rows of each expert times its weights of this name."""
         return self._grouped_mm(A=rows, B_t=of_rank(getattr(self, name)).transpose(-2, -1), offs=ends_E)
 
@@ -58,17 +59,17 @@ class MixtureOfExperts(MoE):
     `score_gradient_E` added, if it is set.
     """
 
-    choices_BLK: torch.Tensor | None = None
-    replayed_BL1: torch.Tensor | None = None
-    trained_BL1: torch.Tensor | None = None
-    rerouted: torch.Tensor | None = None
-    score_gradient_E: torch.Tensor | None = None
+    choices_BLK: Tensor | None = None
+    replayed_BL1: Tensor | None = None
+    trained_BL1: Tensor | None = None
+    rerouted: Tensor | None = None
+    score_gradient_E: Tensor | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         """torchtitan's."""
 
-    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BLD: Tensor) -> Tensor:
         """The weighted sum of each token's experts, and the output of the shared expert if there is one."""
         # A tensor-parallel rank's gradients of the two are placed differently, and DTensor would add them as they are.
         router_BLD, experts_BLD = (x_BLD * 1.0, x_BLD * 1.0) if isinstance(x_BLD, DTensor) else (x_BLD, x_BLD)
@@ -83,7 +84,7 @@ class MixtureOfExperts(MoE):
         out_BLD = self.routed_experts(experts_BLD, weights_BLK, experts_BLK, tokens_E)
         return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
 
-    def _preferences(self, x_BLD: torch.Tensor) -> torch.Tensor | None:
+    def _preferences(self, x_BLD: Tensor) -> Tensor | None:
         """The bias that the router adds to its scores for the choice, and not to the weights of the chosen experts."""
         if self.choices_BLK is None:
             return self.expert_bias_E
@@ -93,7 +94,7 @@ class MixtureOfExperts(MoE):
         preferred_BLE = _on_every_rank(x_BLD, preferred_BLE)
         return preferred_BLE if self.expert_bias_E is None else preferred_BLE + self.expert_bias_E
 
-    def _balance(self, scores_BLE: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
+    def _balance(self, scores_BLE: Tensor, chosen_BLE: Tensor, trained_BL1: Tensor) -> None:
         of_rank(self.tokens_per_expert_E).add_((chosen_BLE * trained_BL1).sum(dim=(0, 1)))
         if self.score_gradient_E is None or not scores_BLE.requires_grad:  # no gradient: nothing before it is trained
             return
@@ -102,7 +103,7 @@ class MixtureOfExperts(MoE):
         )
         added_BLE = trained_BL1 * self.score_gradient_E
 
-        def add(gradient_BLE: torch.Tensor) -> torch.Tensor:  # without a reference to the scores, which have the hook
+        def add(gradient_BLE: Tensor) -> Tensor:  # without a reference to the scores, which have the hook
             if not isinstance(gradient_BLE, DTensor):
                 return (gradient_BLE + added_BLE).to(gradient_BLE.dtype)  # which may be bfloat16
             whole_BLE = gradient_BLE.redistribute(placements=placements)  # of partial sums, each rank would add it
@@ -112,14 +113,14 @@ class MixtureOfExperts(MoE):
         scores_BLE.register_hook(add)
 
     @torch.no_grad()
-    def _compare(self, x_BLD: torch.Tensor, chosen_BLE: torch.Tensor, trained_BL1: torch.Tensor) -> None:
+    def _compare(self, x_BLD: Tensor, chosen_BLE: Tensor, trained_BL1: Tensor) -> None:
         """Count the choices that the router would have made differently."""
         _, own_BLK, _ = self.router(x_BLD, self.expert_bias_E)
         own_BLE = torch.zeros_like(chosen_BLE).scatter_(-1, of_rank(own_BLK), True)
         self.rerouted += ((chosen_BLE & ~own_BLE) * trained_BL1).sum()
 
 
-def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _placed_as(placed: Tensor, tensor: Tensor) -> Tensor:
     """The rank's part of a tensor that every rank has, if it is to be divided as another one."""
     whole = _on_every_rank(placed, tensor)
     if not (isinstance(placed, DTensor) and isinstance(whole, DTensor)):
@@ -127,7 +128,7 @@ def _placed_as(placed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return whole.redistribute(placements=placed.placements).to_local()
 
 
-def _on_every_rank(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _on_every_rank(like: Tensor, tensor: Tensor) -> Tensor:
     """A tensor that every rank has, as a DTensor if the other one is."""
     if not isinstance(like, DTensor):
         return tensor
@@ -141,20 +142,16 @@ class Dispatcher(AllToAllTokenDispatcher):
     this rank's experts compute, if they are set.
     """
 
-    made: torch.Tensor | None = None
-    computed: torch.Tensor | None = None
+    made: Tensor | None = None
+    computed: Tensor | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
         """torchtitan's."""
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_scores_TK: torch.Tensor,
-        topk_expert_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, LocalDispatchMetadata]:
         """The rows of this rank's experts, how many each has, and where they belong."""
         rows_RD, own_e, sent = super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         if self.made is not None and self.computed is not None and torch.is_grad_enabled():
@@ -163,8 +160,8 @@ class Dispatcher(AllToAllTokenDispatcher):
         return rows_RD, own_e, sent
 
     def _local_reorder(
-        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, tokens and weights, by expert. On a CPU with several threads, the gradient of a row that is indexed
         several times would be summed in any order."""
         if x_TD.device.type != "cpu" or not x_TD.requires_grad:
@@ -176,7 +173,7 @@ class Dispatcher(AllToAllTokenDispatcher):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnRows(LocalDispatchMetadata):
-    is_own_R: torch.Tensor
+    is_own_R: Tensor
 
 
 class OwnExpertsDispatcher(LocalTokenDispatcher):
@@ -195,12 +192,8 @@ class OwnExpertsDispatcher(LocalTokenDispatcher):
         self._first, self._count = config.first, config.count
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_scores_TK: torch.Tensor,
-        topk_expert_ids_TK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalDispatchMetadata]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, LocalDispatchMetadata]:
         """The rows of all tokens, those of this rank's experts first; how many each of these has; where they belong."""
         number_TK = (topk_expert_ids_TK - self._first) % self.num_experts
         rows_RD, tokens_R, weights_R = self._local_reorder(x_TD, topk_scores_TK, number_TK)
@@ -214,9 +207,7 @@ class OwnExpertsDispatcher(LocalTokenDispatcher):
             ),
         )
 
-    def combine(
-        self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
-    ) -> torch.Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: LocalDispatchMetadata, x_TD: Tensor) -> Tensor:
         """The weighted sum of this rank's experts for each token."""
         assert isinstance(metadata, _OwnRows)
         others_R1 = ~metadata.is_own_R[:, None]  # nothing was computed for their rows

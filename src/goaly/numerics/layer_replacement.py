@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -26,6 +26,6 @@ def replace_layers(config: Any, kinds: Mapping[Any, Any]) -> None:
                 replace_layers(inner, kinds)
 
 
-def of_rank(tensor: torch.Tensor) -> torch.Tensor:
+def of_rank(tensor: Tensor) -> Tensor:
     """The part of the tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -35,6 +35,7 @@ from goaly.models.tiny_model import TinyModel, write_tiny_model  # noqa: E402
 from goaly.numerics import (  # noqa: E402
     bitwise_attention,
     bitwise_expert_networks,
+    bitwise_experts,
     bitwise_layers,
     bitwise_operations,
 )
@@ -62,7 +63,7 @@ def exact_dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
 
 
 interpreter.InterpreterBuilder.create_dot = exact_dot
-for module in (bitwise_attention, bitwise_expert_networks, bitwise_layers, bitwise_operations):
+for module in (bitwise_attention, bitwise_expert_networks, bitwise_experts, bitwise_layers, bitwise_operations):
     module.on_gpu = lambda tensor: True
 
 

@@ -25,16 +25,13 @@ pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 5, 16, 33, 150)
 EXPERTS, CHOSEN, DIM = 6, 3, 96
-KERNEL, EXACT = 128, 48
-"""Hidden features of experts that the kernel computes, and of others."""
-KINDS = [(torch.float32, KERNEL), (torch.float32, EXACT), (torch.float32, 40)]
-KINDS += [(torch.bfloat16, KERNEL), (torch.bfloat16, 24)]
+HIDDEN = 128
 TOKENS = 200
 
 
-def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32, hidden: int = KERNEL) -> Any:
+def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
     """A layer of experts with random weights, the same with any numerics."""
-    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=hidden)
+    size = TinyModel(layers=1, dim=DIM, experts=EXPERTS, experts_per_token=CHOSEN, hidden_dim=HIDDEN)
     decoder = spec_of(architecture(model_config(size))).model
     if numerics == "bitwise":
         make_bitwise(decoder)
@@ -45,12 +42,12 @@ def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32, hidden:
     return built.to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(
-    threads: int, dtype: torch.dtype, hidden: int
+    threads: int, dtype: torch.dtype
 ):  # BE-1 BE-2 BN-1 BW-3
-    experts, x = layer(dtype=dtype, hidden=hidden), random(1, TOKENS, DIM, seed=9).to(dtype)
+    experts, x = layer(dtype=dtype), random(1, TOKENS, DIM, seed=9).to(dtype)
     whole, routed = experts(x), experts.router(x)
     assert routed[2].dtype == torch.float32
     for count, start in itertools.product(COUNTS, (0, 7)):
@@ -94,28 +91,27 @@ ROWS = (5, 0, 16, 31, 1, 47)
 """Rows of each expert."""
 
 
-def weights(dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
+def weights(dtype: torch.dtype) -> list[torch.Tensor]:
     """Of the experts' networks: gates, down and up projections."""
-    gates, ups = (random(EXPERTS, hidden, DIM, seed=seed).to(dtype) for seed in (1, 3))
-    return [gates, random(EXPERTS, DIM, hidden, seed=2).to(dtype), ups]
+    gates, ups = (random(EXPERTS, HIDDEN, DIM, seed=seed).to(dtype) for seed in (1, 3))
+    return [gates, random(EXPERTS, DIM, HIDDEN, seed=2).to(dtype), ups]
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_the_outputs_of_an_expert_are_those_of_its_rows_and_of_each_slice_alone(
-    threads: int, dtype: torch.dtype, hidden: int
+    threads: int, dtype: torch.dtype
 ):  # BN-1 BN-2
-    x, (w1, w2, w3) = random(sum(ROWS), DIM).to(dtype), weights(dtype, hidden)
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).to(dtype), weights(dtype)
     found = networks(x, w1, w2, w3, ROWS, 2).split(ROWS)
     for number, (rows, of_expert) in enumerate(zip(found, x.split(ROWS), strict=True)):
         own = slice(number, number + 1)
-        for half, out in zip((slice(0, hidden // 2), slice(hidden // 2, None)), rows.chunk(2, 1), strict=True):
+        for half, out in zip((slice(0, HIDDEN // 2), slice(HIDDEN // 2, None)), rows.chunk(2, 1), strict=True):
             assert torch.equal(out, networks(of_expert, w1[own, half], w2[own, :, half], w3[own, half], [len(rows)]))
 
 
-@pytest.mark.parametrize("hidden", [KERNEL, EXACT])
-def test_the_networks_of_experts_have_ordinary_values_and_gradients(hidden: int):
-    inputs = [one.requires_grad_() for one in (random(sum(ROWS), DIM), *weights(torch.float32, hidden))]
+def test_the_networks_of_experts_have_ordinary_values_and_gradients():
+    inputs = [one.requires_grad_() for one in (random(sum(ROWS), DIM), *weights(torch.float32))]
     plain = []
     for x, w1, w2, w3 in zip(inputs[0].split(ROWS), *inputs[1:], strict=True):
         features = torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())
@@ -128,9 +124,9 @@ def test_the_networks_of_experts_have_ordinary_values_and_gradients(hidden: int)
         torch.testing.assert_close(one, other, atol=2e-6 * float(other.detach().abs().max()), rtol=1e-5)
 
 
-def rank(dtype: torch.dtype, size: int, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:
+def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(None)) -> Any:
     """What a rank with these hidden features and experts gives for each token: the sums of its slices `[T, S * D]`."""
-    experts = layer(dtype=dtype, hidden=size)
+    experts = layer(dtype=dtype)
     x = random(1, TOKENS, DIM, seed=9).to(dtype)
     weights, chosen, _ = experts.router(x)
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
@@ -145,15 +141,13 @@ def rank(dtype: torch.dtype, size: int, *, hidden: slice = slice(None), own: sli
     return Combined.of(token, weight, TOKENS, lower).sums(inner(rows[mine], sizes[own]))
 
 
-@pytest.mark.parametrize(("dtype", "size"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(
-    dtype: torch.dtype, size: int
-):  # BE-2
-    alone = layer(dtype=dtype, hidden=size)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
-    by_features = [rank(dtype, size, hidden=half) for half in (slice(0, size // 2), slice(size // 2, None))]
+def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(dtype: torch.dtype):  # BE-2
+    alone = layer(dtype=dtype)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
+    by_features = [rank(dtype, hidden=half) for half in (slice(0, HIDDEN // 2), slice(HIDDEN // 2, None))]
     assert torch.equal(by_features[1] + by_features[0], alone)
-    by_experts = [rank(dtype, size, own=half) for half in (slice(0, EXPERTS // 2), slice(EXPERTS // 2, None))]
+    by_experts = [rank(dtype, own=half) for half in (slice(0, EXPERTS // 2), slice(EXPERTS // 2, None))]
     first, second = (by_experts[1] + by_experts[0]).chunk(2, 1)
     assert torch.equal(first + second, alone)
 
@@ -177,13 +171,13 @@ def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  
 
 def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypatch: pytest.MonkeyPatch):  # BN-1
     monkeypatch.setattr("goaly.numerics.bitwise_expert_networks._kernel_is_exact", lambda *_: False)
-    with pytest.raises(ConfigError, match=f"a row of an expert of width {KERNEL} depends on its place"):
+    with pytest.raises(ConfigError, match=f"a row of an expert of width {HIDDEN} depends on its place"):
         layer().routed_experts.inner_experts.pack()
 
 
 @torch.no_grad()
 def test_bfloat16_networks_are_float32_ones_whose_outputs_are_rounded_once():
-    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16, KERNEL)
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16)
     in_float32 = networks(x.float(), w1.float(), w2.float(), w3.float(), ROWS)
     assert torch.equal(networks(x, w1, w2, w3, ROWS), in_float32.bfloat16())
 
@@ -197,7 +191,7 @@ def test_a_process_that_has_not_multiplied_yet_may_compute_networks():  # BN-1
 
 @torch.no_grad()
 def test_bfloat16_networks_are_as_accurate_as_ordinary_ones():
-    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16, KERNEL)
+    x, (w1, w2, w3) = random(sum(ROWS), DIM).bfloat16(), weights(torch.bfloat16)
 
     def of(kind: torch.dtype) -> torch.Tensor:
         of_experts = [

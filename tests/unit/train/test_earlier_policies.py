@@ -58,7 +58,7 @@ def test_the_last_versions_are_kept():
 
 
 def test_the_biases_of_experts_and_the_version_belong_to_a_policy(tmp_path: Path):
-    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48))
+    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=64))
     engine = TrainEngine(ModelSettings(path=str(folder), numerics="bitwise"), TrainerSettings(), earlier_policies=1)
     engine._earlier.keep(0)
     before = {name: one.detach().clone() for name, one in versioned_tensors(engine._model).items()}

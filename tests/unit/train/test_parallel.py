@@ -73,7 +73,7 @@ EVERY_LOSS = ("fsdp", "experts-fsdp-ep", "cp")
 FIRST_LANE = ("fsdp", "tp", "experts-fsdp-ep", "experts-cp")
 """The layouts of `make test`; test_pipeline.py has a pipeline."""
 LORA = LoraSettings(rank=8, alpha=24.0, seed=3)
-EXPERTS = {"experts": 4, "hidden_dim": 32}
+EXPERTS = {"experts": 4, "hidden_dim": 64}
 LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 2, "moe_intermediate_size": 32}
 SINKS = {"num_local_experts": 4, "num_hidden_layers": 1, "intermediate_size": 32}
 SMALL_STEPS = OptimizerSettings(lr=1e-3)

@@ -25,7 +25,7 @@ ROWS = 4
 CHOICES = (2, 6, 3)
 SIZES = {
     "dense": TinyModel(layers=2),
-    "experts": TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=48),
+    "experts": TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=64),
 }
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "fsdp": ("dense", {"fsdp": 2}, "layers.1.attention.wo"),
