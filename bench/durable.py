@@ -125,9 +125,9 @@ def of_checkpoints(folder: Path, dim: int, layers: int, rounds: int) -> dict[str
 
     from goaly.models.settings import ModelSettings
     from goaly.models.tiny_model import TinyModel, write_tiny_model
-    from goaly.train.engine import TrainEngine
     from goaly.train.saved_state import StagedState
     from goaly.train.settings import TrainerSettings
+    from goaly.train.train_engine import TrainEngine
     from goaly.weights.dtensor_layout import local
 
     torch.set_num_threads(1)

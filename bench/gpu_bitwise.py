@@ -138,8 +138,8 @@ def recomputed(write: Callable[[Path], Path]) -> dict[str, int]:
     from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
     from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
-    from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
+    from goaly.train.train_engine import TrainEngine
 
     with tempfile.TemporaryDirectory() as made:
         folder = str(write(Path(made) / "model"))

@@ -43,7 +43,7 @@ def random_model(folder: Path, *, small: bool = False) -> ModelSettings:
 def trainer_step() -> dict[str, Any]:
     """Compare a small model's log-probs and gradient with those of transformers on the CPU; time steps of a large
     one."""
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     settings = TrainerSettings(optimizer=OptimizerSettings(lr=1e-3))
     numbers: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def loss_path() -> dict[str, Any]:
     """Log-probs, entropies and gradients in chunks, against the plain log-softmax of all logits: values, seconds and
     memory."""
     from goaly.models.definition import prepare_torchtitan
-    from goaly.train.logprobs import LogprobHead
+    from goaly.train.logprob_head import LogprobHead
 
     device = prepare_torchtitan()
     tokens, width, vocabulary, chunk = (4096, 1024, 151_936, 512) if device.type == "cuda" else (256, 64, 1000, 64)

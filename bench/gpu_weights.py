@@ -36,8 +36,8 @@ class TrainerProcess(Actor):
     @concurrent_endpoint
     async def start(self, model: ModelSettings, store: WeightStore) -> None:
         """Build it, and publish to the store."""
-        from goaly.train.engine import TrainEngine
         from goaly.train.settings import OptimizerSettings
+        from goaly.train.train_engine import TrainEngine
 
         self._engine = TrainEngine(model, TrainerSettings(optimizer=OptimizerSettings(lr=LEARNING_RATE)))
         tensors = self._engine.named_tensors()

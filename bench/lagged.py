@@ -39,7 +39,7 @@ from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSet
 from goaly.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
 Verify = Callable[[Prompt, str], float]
 
@@ -112,7 +112,7 @@ class Laboratory:
 
     def run(self, loss: LossSettings, max_staleness: int, seed: int, lr: float) -> Outcome:
         """Train from the warm start, every group as old as the bound allows; `lr` decays linearly to a tenth."""
-        from goaly.train.engine import TrainEngine
+        from goaly.train.train_engine import TrainEngine
 
         settings = self._settings
         torch.manual_seed(seed)  # LA-2

@@ -151,7 +151,7 @@ def training(model: str) -> dict[str, list[float]]:
     from bench.train import packed_batch
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     objective, rows = PolicyObjective(LossSettings()), packed_batch().rows
     trained = int(rows["trained"].sum())

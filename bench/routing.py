@@ -164,7 +164,7 @@ def training(engine: Any, rows: TensorDict) -> Cost:
 def measure(count: int) -> tuple[list[Agreement], dict[str, Cost]]:
     """Both number formats; the costs in bfloat16."""
     from goaly.generate.engine import Engine
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     found: list[Agreement] = []
     costs: dict[str, Cost] = {}

@@ -41,9 +41,9 @@ NOT_PLANTED = "sabotage: not planted"
 POINTS = {
     "accept a group": "goaly.backlog.group_queue:GroupQueue.report",
     "commit": "goaly.weights.versions:VersionLedger.staged",
-    "train": "goaly.train.engine:TrainEngine.train_step",
+    "train": "goaly.train.train_engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",
-    "annotate": "goaly.train.engine:TrainEngine.logprobs",
+    "annotate": "goaly.train.train_engine:TrainEngine.logprobs",
     "learn values": "goaly.train.critic_engine:CriticEngine.train_steps",
     "write a checkpoint": "goaly.train.saved_state:StagedState.write",
     "write the log": "goaly.journal.log_writer:LogWriter._write",

@@ -21,7 +21,7 @@ from goaly.models.settings import ModelSettings
 if TYPE_CHECKING:
     from apps.sft.folder import SftFolder
     from goaly.prompts.supervised import RowStream
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import PackedRows
 
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def sft(config: SftConfig, folder: "SftFolder") -> dict[str, Any]:
     from goaly.losses.objective import Likelihood
     from goaly.prompts.supervised import row_stream
     from goaly.prompts.tokenizer import ChatTokenizer
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     started = time.monotonic()
     model = starting_model(config, folder.run)

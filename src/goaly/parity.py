@@ -219,7 +219,7 @@ def _sample(rank: int, sampler: Sampler, out: Path, counts: Path) -> None:
 
 
 def _recompute(rank: int, recomputers: Sequence[Recomputer], out: Path) -> None:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     found = []
     for one in recomputers:

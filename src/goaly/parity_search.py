@@ -29,7 +29,7 @@ from goaly.trajectory import TensorDict
 from goaly.weights.dtensor_layout import local
 
 if TYPE_CHECKING:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
 Outputs = Mapping[str, tuple[torch.Tensor, ...]]
 """The outputs of each operation by its name: those of a layer come after those of its parts."""
@@ -158,7 +158,7 @@ def _first(dp_rank: int, rows: TensorDict, logprobs_RL: torch.Tensor) -> Differi
 
 
 def _alone(rank: int, model: ModelSettings, trainer: TrainerSettings, at: Differing, folder: Path) -> None:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     join_process_group(trainer.threads, trainer.ranks)
     engine = TrainEngine(model, trainer, trains=False)

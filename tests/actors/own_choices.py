@@ -20,8 +20,8 @@ class OwnChoices:
     """The trainer's model of a folder, in float32."""
 
     def __init__(self, folder: Path):
-        from goaly.train.engine import TrainEngine
         from goaly.train.settings import TrainerSettings
+        from goaly.train.train_engine import TrainEngine
 
         self._engine: Any = TrainEngine(ModelSettings(path=str(folder)), TrainerSettings(), trains=False)
 

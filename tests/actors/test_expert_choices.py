@@ -198,8 +198,8 @@ def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_togethe
 ) -> None:  # train-3
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
-    from goaly.train.engine import TrainEngine
     from goaly.train.settings import OptimizerSettings, TrainerSettings
+    from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
     samples, _ = there(sample, "bfloat16", 24, LONG)

@@ -50,8 +50,8 @@ def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path:
     from transformers import AutoModelForCausalLM
 
     from goaly.models.lora import B, draw_adapters
-    from goaly.train.engine import TrainEngine
     from goaly.train.settings import TrainerSettings
+    from goaly.train.train_engine import TrainEngine
 
     folder = write_random_model(tmp_path / "base", experts=4 if "experts" in layout else 0)
     trainer = TrainEngine(ModelSettings(path=str(folder)), TrainerSettings(lora=LORA))

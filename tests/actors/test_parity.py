@@ -69,7 +69,7 @@ class Both:
         return mixed_requests(REQUESTS, vocabulary=VOCABULARY, longest=LONGEST, temperature=self.temperature, seed=seed)
 
     def trainer(self, **settings: Any) -> Any:
-        from goaly.train.engine import TrainEngine
+        from goaly.train.train_engine import TrainEngine
 
         return TrainEngine(self.model, TrainerSettings(temperature=self.temperature, **settings))
 

@@ -45,7 +45,7 @@ def with_broken(rank: int, side: str, operation: str, work: Callable[..., None],
     search, chooses other experts than any trainer would."""
     from goaly.generate.vllm_model import TorchtitanForCausalLM
     from goaly.numerics import bitwise_experts
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     if side == "choices":
         if work is goaly.parity._sample:

@@ -23,9 +23,9 @@ from goaly.journal.checkpoint import Checkpoints
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.train.engine import TrainEngine
 from goaly.train.reference import ReferenceModel
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.train.trainer import PolicyTrainer
 from goaly.trajectory import PackedRows
 from goaly.weights.settings import WeightSettings

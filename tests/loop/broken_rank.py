@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from goaly.losses.tokens import Tokens
-from goaly.train.engine import TrainEngine
+from goaly.train.train_engine import TrainEngine
 
 OPERATION = "layers.1.attention.wo"
 plain_step = TrainEngine.train_step

@@ -23,8 +23,8 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.reward.settings import AdvantageSettings
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 STEPS = 10

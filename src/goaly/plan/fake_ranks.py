@@ -19,7 +19,7 @@ from goaly.base.errors import portable
 from goaly.weights.dtensor_layout import shards_of
 
 MODULES = [
-    "goaly.train.engine",
+    "goaly.train.train_engine",
     "goaly.numerics.bitwise_operations",
     "goaly.plan.gpu_attention",
     "goaly.generate.divided_model",

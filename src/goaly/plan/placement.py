@@ -25,9 +25,9 @@ RANKS = {role: " * ".join(f"{role}.{axis}" for axis in AXES) for role in COMPUTI
 
 IMPORTS = {
     "hub": ("goaly.weights.store", "goaly.journal.logged_queue", "goaly.reward.pool_actor"),
-    "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel", "goaly.losses.objective"),
-    "reference": ("goaly.train.reference", "goaly.train.parallel"),
-    "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel"),
+    "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel_model", "goaly.losses.objective"),
+    "reference": ("goaly.train.reference", "goaly.train.parallel_model"),
+    "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel_model"),
     "generator": ("goaly.generate.generator", "goaly.generate.engine", "goaly.weights.subscriber"),
     "rollout": ("goaly.rollout.worker",),
     "endpoint": ("goaly.rollout.worker", "goaly.agents.routes"),

@@ -177,7 +177,7 @@ def _phases(
 
     from goaly.models.definition import prepare_torchtitan
     from goaly.numerics.cpu_attention import PackedDocuments, causal_mask
-    from goaly.train.parallel import context_mesh, context_ranks
+    from goaly.train.parallel_model import context_mesh, context_ranks
 
     causal_mask.cache_clear()  # each trace counts its masks
     model, parallel_dims = _sharded(shape, dtype, trainer, stage, on_gpu, trains, critic)
@@ -253,8 +253,8 @@ def _sharded(
     from goaly.models.definition import spec_of
     from goaly.plan.gpu_attention import FlashShapes
     from goaly.train.critic_engine import VALUES
-    from goaly.train.logprobs import LOGPROBS
-    from goaly.train.parallel import sharded_on_meta
+    from goaly.train.logprob_head import LOGPROBS
+    from goaly.train.parallel_model import sharded_on_meta
 
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)

@@ -38,9 +38,9 @@ SHARED = "GOALY_FORK_SERVER"
 """Environment variable: the name of a fork server that this run uses instead of one of its own."""
 
 TRAINED = (
-    "goaly.train.engine",
+    "goaly.train.train_engine",
     "goaly.train.optimizer",
-    "goaly.train.parallel",
+    "goaly.train.parallel_model",
     "goaly.numerics.bitwise_layers",
     "goaly.models.hf",
 )

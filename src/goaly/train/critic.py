@@ -1,7 +1,7 @@
 """The actor of the critic: adds `values` to the rows of a batch, and learns from the `returns` computed from them.
 
 A mesh of `pp * fsdp * tp * cp` actors is one critic; the controller calls each endpoint on all ranks at once. It may
-have fewer or more ranks than the trainer (`resharding.py`).
+have fewer or more ranks than the trainer (`row_shares.py`).
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
-from goaly.train import resharding
+from goaly.train import row_shares
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import CriticSettings, TrainerSettings
@@ -53,13 +53,13 @@ class CriticModel(ModelActor):
         def values(packed: "PackedRows") -> "Awaitable[Tensor]":
             return self._thread.run(lambda: engine.values(packed.rows), "values", batch=batch.id)
 
-        await resharding.annotate(self._queue, batch.id, "values", engine, values, count=self._trainer.fsdp)
+        await row_shares.annotate(self._queue, batch.id, "values", engine, values, count=self._trainer.fsdp)
 
     @concurrent_endpoint
     async def step(self, batch: "BatchHandle") -> dict[str, float]:
         """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
         engine = self._thread.engine
-        packed = await resharding.rows(self._queue, batch.id, engine, count=self._trainer.fsdp)
+        packed = await row_shares.rows(self._queue, batch.id, engine, count=self._trainer.fsdp)
         started = time.monotonic()
         metrics = await self._thread.run(lambda: engine.train_steps(packed), "train_critic", batch=batch.id)
         metrics["train_seconds"] = time.monotonic() - started

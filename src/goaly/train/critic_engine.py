@@ -21,7 +21,7 @@ from goaly.losses.value_loss import ValueLoss, explained
 from goaly.models.settings import ModelSettings
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
-from goaly.train.parallel import Head
+from goaly.train.parallel_model import Head
 from goaly.train.settings import CriticSettings, TrainerSettings
 from goaly.trajectory import PackedRows, TensorDict
 

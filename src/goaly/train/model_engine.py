@@ -35,7 +35,7 @@ from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
 from goaly.train.expert_layers import ExpertLayers
 from goaly.train.microbatch import Microbatch, microbatch
-from goaly.train.parallel import Head, build_parallel
+from goaly.train.parallel_model import Head, build_parallel
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict

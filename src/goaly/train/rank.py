@@ -104,7 +104,7 @@ def join_process_group(threads: int, ranks: int) -> None:
     import torch.distributed as dist
 
     from goaly.models.device import use_local_device
-    from goaly.train.parallel import backends
+    from goaly.train.parallel_model import backends
 
     use_local_device()
     torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """The actor of the reference model: adds `reference_logprobs` to the rows of a batch.
 
 Its weights are frozen, or replaced by the policy's every `refresh_every` steps. It may have fewer or more ranks than
-the trainer (`resharding.py`).
+the trainer (`row_shares.py`).
 
 Weights that are not those that were published end the reference (`weights/digest.py`).
 
@@ -21,7 +21,7 @@ from goaly.base.actors import concurrent_endpoint
 from goaly.base.errors import WeightsError
 from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
-from goaly.train import resharding
+from goaly.train import row_shares
 from goaly.train.actor import ModelActor
 from goaly.train.rank import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from goaly.backlog.batch import BatchHandle
     from goaly.backlog.queue import TrajectoryQueue
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import PackedRows
     from goaly.weights.store import WeightStore
     from goaly.weights.subscriber import Subscriber
@@ -101,7 +101,7 @@ class ReferenceModel(ModelActor):
 
         async with self._one_batch_at_a_time:  # train-6
             await self._refreshed_for(batch.id)
-            await resharding.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
+            await row_shares.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class ReferenceModel(ModelActor):
         return due
 
     def _make_engine(self) -> "TrainEngine":
-        from goaly.train.engine import TrainEngine
+        from goaly.train.train_engine import TrainEngine
 
         return TrainEngine(self._model, self._settings, trains=False, offload=self._offload)
 

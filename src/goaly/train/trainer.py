@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
     from goaly.backlog.queue import TrajectoryQueue
     from goaly.losses.objective import Objective
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
     from goaly.weights.publisher import Publisher
     from goaly.weights.store import WeightStore
 
@@ -146,6 +146,6 @@ class PolicyTrainer(ModelActor):
         spans.flush()
 
     def _make_engine(self) -> "TrainEngine":
-        from goaly.train.engine import TrainEngine
+        from goaly.train.train_engine import TrainEngine
 
         return TrainEngine(self._model, self._settings, earlier_policies=self._earlier_policies)

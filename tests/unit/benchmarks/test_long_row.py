@@ -36,8 +36,8 @@ def long_row() -> PackedRows:
 
 def train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path) -> None:
     """Two optimizer steps; the metrics of the second, and what the tensors took in it."""
-    from goaly.train.engine import TrainEngine
     from goaly.train.rank import join_process_group
+    from goaly.train.train_engine import TrainEngine
 
     join_process_group(1, settings.ranks)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -27,8 +27,8 @@ from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.numerics.experts import Experts
 from goaly.plan.config import RunConfig
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from tests.unit.train.batches import documents, pack
 
 LORA = LoraSettings(rank=8, alpha=24.0)

@@ -194,7 +194,7 @@ def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None
     from goaly.generate.settings import GeneratorSettings
     from goaly.numerics.bitwise_backend import use_exact_logprobs
     from goaly.parity import compared, mixed_requests, rows_of, sampled
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     for dtype, write, temperature in (("float32", DENSE, 1.0), ("bfloat16", EXPERTS, 0.7)):
         with tempfile.TemporaryDirectory() as made:
@@ -214,7 +214,7 @@ def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None
 
 def a_trainer_takes_a_step_with_the_gradients_of_fast_numerics() -> None:
     from goaly.losses.objective import Likelihood
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     tokens = torch.randint(2, 30, positions.shape, generator=torch.Generator().manual_seed(0))

@@ -175,8 +175,8 @@ def test_ranks_of_a_group_hold_what_the_traced_one_holds(shape: Architecture, ax
 def built_shards(rank: int, shape: Architecture, settings: TrainerSettings) -> list[int]:
     """The bytes of each parameter of this rank, as a run builds it."""
     from goaly.models.definition import spec_of
-    from goaly.train.logprobs import LOGPROBS
-    from goaly.train.parallel import sharded_on_meta
+    from goaly.train.logprob_head import LOGPROBS
+    from goaly.train.parallel_model import sharded_on_meta
     from goaly.train.pipeline import stage_of
 
     stage = stage_of(shape.layers, settings.pp, rank // settings.stage_ranks)

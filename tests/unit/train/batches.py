@@ -12,7 +12,7 @@ from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
 if TYPE_CHECKING:
-    from goaly.train.engine import TrainEngine
+    from goaly.train.train_engine import TrainEngine
 
 VOCABULARY = 32
 LOSS = LossSettings(kl_coef=0.05)

@@ -16,10 +16,10 @@ from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import AdvantageSettings
-from goaly.train import resharding
+from goaly.train import row_shares
 from goaly.train.critic_engine import CriticEngine
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import Group, Minibatch, Outcome, PackedRows, Trajectory, token_data
 from tests.unit.train.batches import Document, documents, pack
 
@@ -109,7 +109,7 @@ def of_one_critic_rank(groups: list[Group], *, trainer_ranks: int, row_length: i
         return batch.ranks[dp_rank]
 
     queue = SimpleNamespace(rows=SimpleNamespace(call_one=rows))
-    return asyncio.run(resharding.rows(queue, 0, SimpleNamespace(dp_rank=0, dp_ranks=1), count=trainer_ranks))
+    return asyncio.run(row_shares.rows(queue, 0, SimpleNamespace(dp_rank=0, dp_ranks=1), count=trainer_ranks))
 
 
 def assert_same(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:

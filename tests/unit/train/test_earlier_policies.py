@@ -9,8 +9,8 @@ from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.train.earlier_policies import EarlierPolicies
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import TrainerSettings
+from goaly.train.train_engine import TrainEngine
 
 
 def tensors() -> dict[str, torch.Tensor]:

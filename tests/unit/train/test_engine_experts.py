@@ -20,9 +20,9 @@ from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.numerics.experts import MixtureOfExperts
 from goaly.train.critic_engine import CriticEngine
-from goaly.train.engine import TrainEngine
 from goaly.train.microbatch import Microbatch
 from goaly.train.settings import CriticSettings, OptimizerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
 from goaly.weights.dtensor_layout import local
 from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack

@@ -10,9 +10,9 @@ from goaly.losses.objective import PROXIMAL, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Tokens
 from goaly.models.settings import ModelSettings
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.step_metrics import StepMetrics, combine
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 

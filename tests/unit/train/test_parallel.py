@@ -17,10 +17,10 @@ from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
-from goaly.train.engine import TrainEngine
-from goaly.train.parallel import _layout
+from goaly.train.parallel_model import _layout
 from goaly.train.rank import join_process_group
 from goaly.train.settings import AXES, CriticSettings, OptimizerSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 

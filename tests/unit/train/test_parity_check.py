@@ -11,8 +11,8 @@ from goaly.base.errors import ParityError, SchemaError
 from goaly.losses.objective import Likelihood, PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import Minibatch, PackedRows
 from tests.unit.train.batches import documents, pack
 

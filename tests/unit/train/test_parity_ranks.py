@@ -14,8 +14,8 @@ from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
 from tests.unit.train.batches import documents, pack
 

@@ -20,10 +20,10 @@ from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.process_agent import lasting_port
 from goaly.train.critic_engine import CriticEngine
-from goaly.train.engine import TrainEngine
 from goaly.train.model_engine import ModelEngine
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import PackedRows
 from goaly.weights.dtensor_layout import shards_of
 from goaly.weights.layout import region

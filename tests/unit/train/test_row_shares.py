@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.train import resharding
+from goaly.train import row_shares
 from goaly.trajectory import Minibatch
 from tests.unit.train.batches import documents, pack
 
@@ -47,7 +47,7 @@ def test_every_share_is_computed_and_annotated_once_and_all_ranks_work_alike(cou
             computed[rank] += 1
             return share.rows["trained"].float()
 
-        await resharding.annotate(queue, 7, "values", Engine(rank, ranks, leads), trained, count=count)
+        await row_shares.annotate(queue, 7, "values", Engine(rank, ranks, leads), trained, count=count)
 
     for rank in range(ranks):
         asyncio.run(run(rank, leads=False))
@@ -63,7 +63,7 @@ def test_every_share_is_computed_and_annotated_once_and_all_ranks_work_alike(cou
 @given(count=st.integers(1, 5), ranks=st.integers(1, 5))
 def test_all_ranks_get_as_many_rows_with_every_trained_token_once(count: int, ranks: int):
     queue, packed, _ = queue_of(count)
-    found = [asyncio.run(resharding.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
+    found = [asyncio.run(row_shares.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
     assert len({one.rows.batch_size for one in found}) == 1  # train-7
     trained = sum(int(one.rows["trained"].sum()) for one in found)
     assert trained == sum(int(share.rows["trained"].sum()) for share in packed)
@@ -77,7 +77,7 @@ def test_a_part_of_the_batch_is_one_part_of_all_shares_on_any_number_of_ranks(co
     counts = [sum(int(share.rows["trained"][row].sum()) for share in packed) for row in range(2)]
     minibatches = tuple(Minibatch(rows=1, trained_tokens=tokens, sequences=count) for tokens in counts)
     packed[:] = [replace(share, minibatches=minibatches) for share in packed]
-    found = [asyncio.run(resharding.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
+    found = [asyncio.run(row_shares.rows(queue, 0, Engine(rank, ranks), count=count)) for rank in range(ranks)]
     for number, of_ranks in enumerate(zip(*(one.split() for one in found), strict=True)):
         assert sum(int(step.rows["trained"].sum()) for step in of_ranks) == counts[number]
         assert {step.batch_trained_tokens for step in of_ranks} == {counts[number]}

@@ -15,7 +15,7 @@ from goaly.models.settings import ModelSettings
 from goaly.train.earlier_policies import EarlierPolicies
 from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
-from goaly.train.parallel import Head
+from goaly.train.parallel_model import Head
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
 
@@ -137,7 +137,7 @@ class TrainEngine(ModelEngine):
         return outputs
 
     def _head(self) -> Head:
-        from goaly.train.logprobs import LOGPROBS
+        from goaly.train.logprob_head import LOGPROBS
 
         return LOGPROBS
 

@@ -12,13 +12,13 @@ from goaly.base.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import ModelSettings
-from goaly.train.engine import TrainEngine
 from goaly.train.settings import (
     OptimizerSettings,
     ReferenceSettings,
     ScheduleSettings,
     TrainerSettings,
 )
+from goaly.train.train_engine import TrainEngine
 from tests.unit.train.batches import LOSS, SETTINGS, VOCABULARY, documents, gradients, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")

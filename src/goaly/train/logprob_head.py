@@ -32,7 +32,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from goaly.numerics.bitwise_layers import BitwiseLinear
 from goaly.numerics.bitwise_operations import log_softmax, product
-from goaly.train.parallel import Head
+from goaly.train.parallel_model import Head
 
 
 class LogprobHead(Linear):

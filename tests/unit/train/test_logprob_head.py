@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from goaly.models.definition import prepare_torchtitan
-from goaly.train.logprobs import LogprobHead
+from goaly.train.logprob_head import LogprobHead
 
 prepare_torchtitan()
 
