@@ -32,7 +32,7 @@ from rich.table import Table
 
 from bench.gateway_client import Load, Seen, answer_tokens
 from bench.report import Machine, options, write
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles

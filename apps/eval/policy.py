@@ -83,7 +83,7 @@ async def _served(
     config: EvalConfig, loop: EngineLoop, tokenizer: ChatTokenizer, verify: Verifier
 ) -> AsyncIterator[Solve]:
     """Attempts by episodes, for which this process serves the policy as a rollout worker does, by HTTP too."""
-    from goaly.agents.answers import AnswerParser
+    from goaly.agents.answer_parser import AnswerParser
     from goaly.agents.chat import Chat
     from goaly.agents.gateway import Gateway
     from goaly.agents.session import Session

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.turn import RecordedTurn
 from goaly.base.errors import EpisodeError

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
 from vllm.entrypoints.serve import create_error_response
 
-from goaly.agents.answers import is_object
+from goaly.agents.answer_parser import is_object
 from goaly.agents.conversation import MALFORMED_INPUT
 from goaly.agents.refusals import kind_of
 

@@ -20,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from goaly.agents.app_server import AppServer
-from goaly.agents.gateway import key_of
+from goaly.agents.http_server import AppServer, key_of
 from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
 from goaly.base.json_text import bounded_json

@@ -2,54 +2,33 @@
 
 It runs on the worker's event loop, in front of the worker's router. The API key names the session.
 
-Every error has the format of the API that was called. A request to a session of an earlier worker waits until the
-session goes on here, or gets an answer that asks for a retry.
+A request to a session of an earlier worker waits until the session goes on here, or gets an answer that asks for a
+retry.
 
 Invariants
     agents-8: A request reaches the session of its key and no other. An unknown key gets 401.
 """
 
 import asyncio
-import gc
-import logging
 import secrets
-import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
 
-from goaly.agents.answers import AnswerParser
-from goaly.agents.app_server import AppServer
+from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.http_server import HttpServer
+from goaly.agents.http_session import HttpSession, Repeats
 from goaly.agents.listeners import listener_of, listening, port_of
-from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
-from goaly.agents.served import EXCHANGE, Exchange, Repeats, ServedSession
+from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings
 from goaly.generate.policy import Policy
 
-logger = logging.getLogger(__name__)
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Scope = MutableMapping[str, Any]
-
-SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""Paths whose requests the policy answers."""
-REWARDED = "/reward"
-EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses at which agents on other machines reach a worker by its host's name."""
 REOPEN_SECONDS = 60.0
 """Longest wait of a request for its session to go on in this worker; SDKs repeat it then."""
-MOST_DIGITS = 18
-"""Of a number in a header."""
-MOST_BODY_BYTES = 64 << 20
-"""Largest request."""
-BODY_SECONDS = 120.0
-"""Longest time for a request's body to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,58 +45,6 @@ class Endpoint:
     def root_url(self) -> str:
         """The URL without the version, which Anthropic's client adds itself."""
         return self.base_url.removesuffix("/v1")
-
-
-class Door(Protocol):
-    """Knows the keys, and what they open."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests can be answered."""
-        ...
-
-    async def check(self, key: str, headers: Mapping[str, str]) -> None:
-        """Raise a Refusal if nobody has this key, or who sends these headers must not be answered."""
-        ...
-
-    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
-        """The session of a request with this key."""
-        ...
-
-
-class HttpServer:
-    """Serves the APIs to those whom a door lets in."""
-
-    def __init__(self, host: str, listen: Callable[[], socket.socket], folder: str, max_context: int, door: Door):
-        """`listen` gives the socket, which listens at `host`; `folder` is the policy's model folder."""
-        self._host = host
-        self._listen = listen
-        self._folder = folder
-        self._max_context = max_context
-        self._door = door
-        self._listener: socket.socket | None = None
-        self._server: AppServer | None = None
-        self.url = ""
-
-    def listen(self) -> socket.socket:
-        """Take the port, if it is not taken; OSError if another process has it. Clients that connect wait."""
-        if self._listener is None:
-            host, self._listener = self._host, self._listen()
-            name = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
-            self.url = f"http://{name}:{self._listener.getsockname()[1]}/v1"
-        return self._listener
-
-    async def start(self, parser: AnswerParser) -> None:
-        """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
-        listener = self.listen()
-        app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser)
-        gc.freeze()  # a full collection would look at all of vLLM's modules, and stop the event loop meanwhile
-        self._server = AppServer(_Doorkeeper(app, self._door), listener)
-
-    async def close(self) -> None:
-        """Stop serving; requests under way are cancelled."""
-        if self._server is not None:
-            await self._server.close()
 
 
 class Gateway:
@@ -141,7 +68,7 @@ class Gateway:
         self._http = HttpServer(settings.host, listen, folder, max_context, self)
         self._untrained = settings.untrained
         self._files = files
-        self._sessions: dict[str, ServedSession] = {}
+        self._sessions: dict[str, HttpSession] = {}
         self._begun = {} if files is None else files.begun()
         """The names of the sessions that an earlier worker had, by their keys."""
         self._awaited = {key: asyncio.Event() for key in self._begun}
@@ -155,7 +82,7 @@ class Gateway:
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
         """Let agents with the endpoint's key reach this session, until the block ends."""
         key = secrets.token_hex(24) if self._files is None else self._files.api_key(policy.name)
-        served = self._sessions[key] = ServedSession(
+        served = self._sessions[key] = HttpSession(
             session=session, policy=policy, parser=parser, secret=key, untrained=self._untrained
         )
         if (awaited := self._awaited.pop(key, None)) is not None:
@@ -183,7 +110,7 @@ class Gateway:
         del self._awaited[key]
         return False
 
-    def session(self, key: str, path: str = "", body: bytes = b"", repeats: Repeats | None = None) -> ServedSession:
+    def session(self, key: str, path: str = "", body: bytes = b"", repeats: Repeats | None = None) -> HttpSession:
         """The session of this key (agents-8)."""
         if (served := self._sessions.get(key)) is not None:
             return served
@@ -193,102 +120,3 @@ class Gateway:
     async def close(self) -> None:
         """Stop serving; requests under way are cancelled."""
         await self._http.close()
-
-
-def _imported_app(*facts: Any) -> Any:
-    from goaly.agents.routes import app  # imports vLLM's APIs: 8 s
-
-    return app(*facts)
-
-
-class _Doorkeeper:
-    """Finds the session of each request's key, and the call that it repeats."""
-
-    def __init__(self, app: Any, door: Door):
-        self._app = app
-        self._door = door
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path = scope["path"]
-        if path in (HEALTH, SCHEMA):
-            return await self._app({**scope, "state": {"is_open": self._door.is_open}}, receive, send)
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        key = key_of(headers)
-        try:
-            await self._door.check(key, headers)
-            if (encoding := headers.get("content-encoding", "identity")) != "identity":
-                compressed = f"content-encoding={encoding}: a request's body must not be compressed"
-                raise Refusal(compressed, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-            body = await _body(receive)
-            repeats = _repeats(headers)
-            served = self._door.session(key, path, body, repeats)
-            is_call = path in SAMPLED or path.endswith(REWARDED)
-            call = served.call(path, body, repeats) if is_call else None
-        except Refusal as refused:
-            return await error_response(path, refused)(scope, receive, send)
-        delivery = _Delivery(body, receive, send)
-        token = EXCHANGE.set(Exchange(served, call))
-        try:
-            await self._app({**scope, "state": {}}, delivery.receive, delivery.send)
-        finally:
-            EXCHANGE.reset(token)
-            if call is not None:
-                served.ended(call, delivered=delivery.delivered)
-
-
-class _Delivery:
-    """The messages of a request whose body has been read. It notices whether the client got the whole response."""
-
-    def __init__(self, body: bytes, receive: Receive, send: Send):
-        self.delivered = False
-        self._body: bytes | None = body
-        self._receive = receive
-        self._send = send
-        self._gone = False
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        message = await self._receive()  # Unblocked by the client or the server.
-        self._gone = self._gone or message["type"] == "http.disconnect"
-        return message
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        await self._send(message)
-        is_last = message["type"] == "http.response.body" and not message.get("more_body")
-        self.delivered = self.delivered or (is_last and not self._gone)
-
-
-def _repeats(headers: Mapping[str, str]) -> Repeats:
-    """The headers about earlier attempts."""
-    retries = headers.get("x-stainless-retry-count", "0")
-    if not retries.isdecimal() or len(retries) > MOST_DIGITS:
-        raise Refusal(f"x-stainless-retry-count={retries}: must be a number", HTTPStatus.BAD_REQUEST, "invalid_header")
-    return Repeats(int(retries), headers.get("idempotency-key"))
-
-
-def key_of(headers: Mapping[str, str]) -> str:
-    """The API key of a request, as the clients of OpenAI or Anthropic send it; empty if there is none."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
-async def _body(receive: Receive) -> bytes:
-    """The whole body of a request."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                body += message.get("body", b"")
-                if len(body) > MOST_BODY_BYTES:
-                    too_large = f"a request must have at most {MOST_BODY_BYTES} bytes"
-                    raise Refusal(too_large, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large")
-                if not message.get("more_body"):  # or the client has gone
-                    return bytes(body)
-    except TimeoutError:
-        late = f"the body of the request has not come within {BODY_SECONDS:g} s"
-        raise Refusal(late, HTTPStatus.REQUEST_TIMEOUT, "request_timeout") from None

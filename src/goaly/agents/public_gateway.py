@@ -20,11 +20,11 @@ from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
-from goaly.agents.answers import AnswerParser
-from goaly.agents.gateway import REWARDED, SAMPLED, HttpServer
+from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.http_server import REWARDED, SAMPLED, HttpServer
+from goaly.agents.http_session import HttpSession, Repeats, request_digest
 from goaly.agents.listeners import is_loopback, listening
 from goaly.agents.refusals import Refusal
-from goaly.agents.served import Repeats, ServedSession, request_digest
 from goaly.agents.session import Session
 from goaly.generate.policy import Policy, TokenSampler
 from goaly.generate.request import Sampling
@@ -64,8 +64,8 @@ class PublicGateway:
         self._max_context = max_context
         self._sampler = sampler
         self._numbers = count()
-        self._kept: deque[tuple[str, ServedSession]] = deque(maxlen=KEPT_RESPONSES)
-        self._recent: dict[tuple[str, str], ServedSession] = {}
+        self._kept: deque[tuple[str, HttpSession]] = deque(maxlen=KEPT_RESPONSES)
+        self._recent: dict[tuple[str, str], HttpSession] = {}
         """By API key, and idempotency key or request; the oldest first."""
 
     @property
@@ -108,7 +108,7 @@ class PublicGateway:
             foreign = f"{name}={url.removeprefix('//')}: must be {here}, as this server has no tokens"
             raise Refusal(foreign, HTTPStatus.FORBIDDEN, "host_not_allowed")
 
-    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> ServedSession:
+    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> HttpSession:
         """A new session, or the one of the request that this one repeats, or of the response that it continues."""
         if path.endswith(REWARDED):
             raise Refusal("this server trains nothing: it takes no rewards", HTTPStatus.NOT_FOUND, "unknown_session")
@@ -123,7 +123,7 @@ class PublicGateway:
             del self._recent[next(iter(self._recent))]
         return known
 
-    def _continued(self, key: str, body: bytes) -> ServedSession:
+    def _continued(self, key: str, body: bytes) -> HttpSession:
         earlier = _previous(body)
         if earlier is not None:
             for owner, served in self._kept:
@@ -133,7 +133,7 @@ class PublicGateway:
         self._kept.append((key, served))
         return served
 
-    def _new(self) -> ServedSession:
+    def _new(self) -> HttpSession:
         name = f"request-{next(self._numbers)}"
         policy = Policy(
             sampler=self._sampler,
@@ -146,7 +146,7 @@ class PublicGateway:
             evaluation=True,
         )
         session, secret = Session(self._chat, prompt_id=name), secrets.token_hex()
-        return ServedSession(session=session, policy=policy, parser=self._parser, secret=secret)
+        return HttpSession(session=session, policy=policy, parser=self._parser, secret=secret)
 
 
 def _previous(body: bytes) -> str | None:

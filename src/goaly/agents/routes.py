@@ -7,9 +7,11 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import APIKeyHeader, HTTPBearer
+from openai.types.shared import ErrorObject
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.anthropic.protocol import (
@@ -27,23 +29,28 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelList
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import VLLMClientError
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.client_request import refuse_unknown, refused_parameters
 from goaly.agents.event_streams import COMMENT, PING, EventStream, response_events
-from goaly.agents.parameters import refuse_unknown
-from goaly.agents.published import KEYS, OpenAIErrorResponse, answers, published
+from goaly.agents.http_session import EXCHANGE
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, as_refusal, error_response
-from goaly.agents.served import EXCHANGE
-from goaly.agents.serving import MODEL, Serving
 from goaly.agents.session import SessionExhausted
+from goaly.agents.vllm_handlers import MODEL, VllmHandlers
 from goaly.base.errors import GoalyError
 
 logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
-
-
+KEYS = [Security(HTTPBearer(auto_error=False)), Security(APIKeyHeader(name="x-api-key", auto_error=False))]
+"""Dependencies of a route that needs a key, which the gateway has checked before."""
 OWN = "own"
 """In place of a session's id: the session of the API key. Agents that know only the key send their reward there."""
+
+
+class OpenAIErrorResponse(BaseModel):
+    """An error in the format of OpenAI's API."""
+
+    error: ErrorObject
 
 
 class RewardRequest(BaseModel):
@@ -54,9 +61,15 @@ class RewardRequest(BaseModel):
     """The response whose turns get it, as a process reward; without one it is for the whole episode."""
 
 
+def _responses(model: type[BaseModel], *, errors: type[BaseModel] = OpenAIErrorResponse, streams: bool = True) -> Any:
+    """The responses of a route: this type, or server-sent events, or an error."""
+    content = {"content": {"text/event-stream": {}}} if streams else {}
+    return {200: {"model": model, **content}, "default": {"model": errors, "description": "The request failed"}}
+
+
 def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
     """The routes, for the model in this folder. Each request with a key needs an `EXCHANGE`."""
-    serving = Serving(folder, max_context, parser)
+    serving = VllmHandlers(folder, max_context, parser)
     routes = APIRouter(dependencies=KEYS)
     api = FastAPI(title="goaly", openapi_url=None)
 
@@ -66,21 +79,21 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
 
     @api.get(SCHEMA)
     def schema() -> Response:  # in a thread: it takes seconds
-        return JSONResponse(published(api))
+        return JSONResponse(_schema(api))
 
-    @routes.post("/v1/chat/completions", responses=answers(ChatCompletionResponse))
+    @routes.post("/v1/chat/completions", responses=_responses(ChatCompletionResponse))
     @with_cancellation
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
         _asked_of(request, raw_request)
         return await _response(serving.chat.create_chat_completion(request, raw_request))
 
-    @routes.post("/v1/completions", responses=answers(CompletionResponse))
+    @routes.post("/v1/completions", responses=_responses(CompletionResponse))
     @with_cancellation
     async def completions(request: CompletionRequest, raw_request: Request) -> Response:
         _asked_of(request, raw_request)
         return await _response(serving.completions.create_completion(request, raw_request))
 
-    @routes.post("/v1/responses", responses=answers(ResponsesResponse))
+    @routes.post("/v1/responses", responses=_responses(ResponsesResponse))
     @with_cancellation
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         call = EXCHANGE.get().call
@@ -89,7 +102,7 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
         _asked_of(request, raw_request)
         return await _response(serving.responses.create_responses(request, raw_request), response_events)
 
-    @routes.post("/v1/messages", responses=answers(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
+    @routes.post("/v1/messages", responses=_responses(AnthropicMessagesResponse, errors=AnthropicErrorResponse))
     @with_cancellation
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> Response:
         _asked_of(request, raw_request)
@@ -97,14 +110,14 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
 
     @routes.post(
         "/v1/messages/count_tokens",
-        responses=answers(AnthropicCountTokensResponse, errors=AnthropicErrorResponse, streams=False),
+        responses=_responses(AnthropicCountTokensResponse, errors=AnthropicErrorResponse, streams=False),
     )
     @with_cancellation
     async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Response:
         request.model = MODEL
         return await _response(serving.messages.count_tokens(request, raw_request))
 
-    @routes.get("/v1/models", responses=answers(ModelList, streams=False))
+    @routes.get("/v1/models", responses=_responses(ModelList, streams=False))
     async def models() -> Response:
         shown = await serving.models.show_available_models()
         for model in shown.data:
@@ -149,6 +162,16 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
         api.exception_handler(kind)(_error)
     api.include_router(routes)
     return api
+
+
+def _schema(routes: FastAPI) -> dict[str, Any]:
+    """The OpenAPI schema: vLLM's own types, without the parameters that this endpoint refuses. Takes seconds."""
+    schema = routes.openapi()
+    for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
+        properties = schema["components"]["schemas"][request.__name__]["properties"]
+        for refused in refused_parameters(request):
+            properties.pop(refused, None)
+    return schema
 
 
 def _asked_of(request: Any, raw_request: Request) -> None:

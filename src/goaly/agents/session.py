@@ -22,8 +22,8 @@ from typing import Any
 
 from goaly.agents.bridge import bridge, left_out
 from goaly.agents.conversation import PLAIN, Conversation
+from goaly.agents.session_trajectory import own_turns, trajectory_of
 from goaly.agents.settings import SessionSettings
-from goaly.agents.tree import own_turns, trajectory_of
 from goaly.agents.turn import Continuation, Record, RecordedTurn, RenderedPrompt
 from goaly.base.errors import EpisodeError
 from goaly.generate.policy import Completion, ContextFull

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from monarch.actor import Actor
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.session_files import SessionFiles
 from goaly.backlog.events import CANCELLED, Dropped, Ticket
 from goaly.base.actors import NamedTasks, answer_of, concurrent_endpoint

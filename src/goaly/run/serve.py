@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
 from goaly.base.actors import spawn
 from goaly.base.errors import RunFailed, root_cause

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from agent_sessions import Agent
 from chat_templates import FAMILIES, chat_of
-from served_policy import Serve, serving, started
+from http_sessions import Serve, serving, started
 
 from goaly.prompts.tokenizer import ChatTokenizer
 

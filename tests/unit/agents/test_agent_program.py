@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from agent_sessions import TOOLS
-from served_policy import Serve, wrote
+from http_sessions import Serve, wrote
 
 from apps.agent.main import episode_of
 from goaly.agents import program

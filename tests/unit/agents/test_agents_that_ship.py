@@ -14,12 +14,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from served_policy import Served, serving
+from http_sessions import Served, serving
 
 from apps.agent import calculator, own, tasks
 from apps.agent.calculator import with_agents, with_openai
 from apps.agent.main import by_function, episode
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.gateway import Gateway
 from goaly.agents.settings import EndpointSettings

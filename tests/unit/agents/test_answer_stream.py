@@ -10,8 +10,8 @@ from agent_sessions import TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.answer_stream import AnswerStream, Reader
-from goaly.agents.answers import AnswerParser
 from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
 from goaly.generate.streamed_answer import AnswerPart

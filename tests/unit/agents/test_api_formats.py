@@ -12,8 +12,8 @@ import openai
 import pytest
 from agent_sessions import MALFORMED
 from anthropic.types import Message, RawMessageStreamEvent
+from http_sessions import QUESTION, Serve, of_anthropic, of_openai, wrote
 from pydantic import TypeAdapter
-from served_policy import QUESTION, Serve, of_anthropic, of_openai, wrote
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = {"id": "", "type": "function", "function": {"name": "add", "arguments": '{"a": null}'}}

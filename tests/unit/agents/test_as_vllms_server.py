@@ -17,7 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat_templates import PARTS, QWEN3, chat_of
-from served_policy import serving, started
+from http_sessions import serving, started
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state

@@ -9,10 +9,10 @@ import pytest
 import torch
 from agent_sessions import MALFORMED, PENALTY, TOOLS, Agent
 from chat_templates import FAMILIES, chat_of, hermes
-from served_policy import policy_of
+from http_sessions import policy_of
 from tokenizers import Tokenizer
 
-from goaly.agents.answers import AnswerParser, starts_of_calls
+from goaly.agents.answer_parser import AnswerParser, starts_of_calls
 from goaly.agents.chat import Chat
 from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.settings import SessionSettings

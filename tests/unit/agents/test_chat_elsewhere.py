@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_policy import Scripted, policy_of
+from http_sessions import Scripted, policy_of
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.chat import Chat
 from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.session import Session

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_policy import Serve
+from http_sessions import Serve
 
 from goaly.agents.episode_folder import episode_folder
 from goaly.agents.program import ProgramFailed, answer_of_program

@@ -9,13 +9,13 @@ import pytest
 import torch
 from agent_sessions import Agent, assistant
 from chat_templates import hermes
+from http_sessions import Scripted
 from hypothesis import given
 from hypothesis import strategies as st
-from served_policy import Scripted
 from test_session_ends import PROMPT, TICKET, Runs
 
 from apps.agent import own
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.session import SessionExhausted
 from goaly.agents.settings import SessionSettings
 from goaly.backlog.batch import Batch, build_batch, check_group

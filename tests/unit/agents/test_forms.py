@@ -9,10 +9,10 @@ import openai
 import pytest
 import torch
 from agent_sessions import TOOLS, assistant, tool
-from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
+from http_sessions import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.conversation import Conversation
 from goaly.generate.grammars import refuse_slow
 from goaly.generate.policy import Completion

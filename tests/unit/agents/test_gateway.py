@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from asyncio.subprocess import PIPE
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import httpx
 import openai
 import pytest
 from agent_sessions import MALFORMED, PENALTY, TOOLS
-from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
+from http_sessions import QUESTION, Serve, Served, of_anthropic, of_openai, serving, started, wrote
 
 from goaly.agents.gateway import REOPEN_SECONDS, Gateway
 from goaly.agents.refusals import Refusal
@@ -421,78 +420,16 @@ async def test_rewards_come_over_http_for_a_turn_or_for_the_episode(serve: Serve
         assert trajectory.reward == 1.75
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
-WITH_A_WRONG_KEY = HEAD + b"authorization: Bearer wrong\r\ncontent-length: 9\r\n"
-
-
-async def statuses(served: Served, *parts: bytes) -> list[int]:
-    """The responses on a connection on which these parts are sent, once the server has ended it."""
-    url = httpx.URL(served.endpoint.base_url)
-    reader, writer = await asyncio.open_connection(url.host, url.port)
-    answer = b""
-    with suppress(ConnectionError):
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-        answer = await reader.read()  # unblocked by the server
-    writer.close()
-    return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", answer)]
-
-
-@pytest.mark.parametrize(
-    ("sent", "got"),
-    [
-        (b"", []),
-        (HEAD[:20], []),
-        (HEAD + b"x-more: ", []),
-        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEAD, [200]),
-        (WITH_A_WRONG_KEY + b"\r\n{", [401]),
-    ],
-)
-async def test_a_connection_ends_if_the_rest_of_a_request_does_not_come(
-    serve: Serve, sent: bytes, got: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 0.2)
-    with serve() as served:
-        assert await statuses(served, sent) == got
-
-
 async def test_a_body_that_does_not_come_is_the_clients_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("goaly.agents.gateway.BODY_SECONDS", 0.2)
-    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("goaly.agents.http_server.BODY_SECONDS", 0.2)
     with serve() as served:
-        head = WITH_A_WRONG_KEY.replace(b"wrong", served.endpoint.api_key.encode())
-        assert await statuses(served, head + b"\r\n{") == [408]
+        url, key = httpx.URL(served.endpoint.base_url), served.endpoint.api_key.encode()
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        writer.write(head + b"authorization: Bearer %s\r\ncontent-length: 9\r\n\r\n{" % key)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
         assert served.calls() == []
-
-
-MANY_HEADERS = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in range(66))
-
-
-@pytest.mark.parametrize(
-    ("rest", "got"),
-    [(MANY_HEADERS + b"\r\n", [[400]]), (b"x: " + b"y" * 1_000_000, [[400], []])],  # it may end while it is read
-    ids=["whole", "one without an end"],
-)
-async def test_a_head_that_is_too_large_ends_its_connection(
-    serve: Serve, rest: bytes, got: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("goaly.agents.app_server.HEAD_SECONDS", 3600)
-    with serve() as served:
-        assert await statuses(served, HEAD, rest) in got
-
-
-async def test_a_client_may_wait_between_requests_and_for_its_answer(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timers = []
-    monkeypatch.setattr("goaly.agents.app_server._Connection._must_come", lambda one: timers.append(True))
-    monkeypatch.setattr("goaly.agents.app_server._Connection._has_come", timers.clear)
-    with serve() as served:
-        client = of_openai(served)
-        for _ in range(2):
-            await client.chat.completions.create(model="m", messages=[QUESTION])
-            assert timers == []
 
 
 async def test_a_session_goes_on_in_the_next_worker(

@@ -22,13 +22,13 @@ import pytest_asyncio
 import requests
 import schemathesis
 from chat_templates import FAMILIES, chat_of
+from http_sessions import Served, serving
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import Case, GenerationMode
-from served_policy import Served, serving
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.client_request import NEUTRAL_REQUEST
 from goaly.agents.gateway import Gateway
-from goaly.agents.parameters import NEUTRAL_REQUEST
 from goaly.agents.settings import EndpointSettings, SessionSettings
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer

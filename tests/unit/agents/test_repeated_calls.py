@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served_policy import QUESTION, Scripted, Serve, of_anthropic, of_openai, serving, started, wrote
+from http_sessions import QUESTION, Scripted, Serve, of_anthropic, of_openai, serving, started, wrote
 
 from goaly.agents import session_files
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.http_session import Ask, Repeats
 from goaly.agents.public_gateway import PublicGateway
-from goaly.agents.served import Ask, Repeats
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import SessionSettings
 from goaly.base.errors import AnswerBroken

@@ -13,11 +13,11 @@ from typing import Any
 import openai
 import pytest
 from agent_sessions import TOOLS
-from served_policy import Scripted
+from http_sessions import Scripted
 
 from apps.agent.main import by_function
 from apps.agent.main import episode as of_agent
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session, SessionBusy, SessionExhausted
 from goaly.agents.session_files import SessionFiles
@@ -140,7 +140,7 @@ async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_c
     runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RG-4."""
-    monkeypatch.setattr("goaly.agents.served._TOLD", set())
+    monkeypatch.setattr("goaly.agents.http_session._TOLD", set())
     chat = runs.chat
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 60)
     await gateway.start(AnswerParser(chat, ChatSettings()))

@@ -9,7 +9,7 @@ import openai
 import pytest
 from test_session_ends import LIMITED, PROMPT, TICKET, Runs, going_on
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import SessionExhausted
 from goaly.agents.session_files import SessionFiles

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from agent_sessions import TOOLS
-from served_policy import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
+from http_sessions import QUESTION, Serve, Served, of_anthropic, of_openai, wrote
 
 from goaly.base.errors import AnswerBroken
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.ledger import State
 from goaly.base.config.check import check

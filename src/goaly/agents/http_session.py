@@ -20,8 +20,8 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from goaly.agents.answer_parser import AnswerParser, ToolChoice
 from goaly.agents.answer_stream import AnswerStream, Piece, Reader
-from goaly.agents.answers import AnswerParser, ToolChoice
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.settings import UntrainedSettings
@@ -103,7 +103,7 @@ class Ask:
 class Exchange:
     """One HTTP request under way."""
 
-    served: "ServedSession"
+    served: "HttpSession"
     call: Call | None
     """None if it samples nothing."""
     trained: bool = True
@@ -122,7 +122,7 @@ EXCHANGE: ContextVar[Exchange] = ContextVar("EXCHANGE")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ServedSession:
+class HttpSession:
     """One episode's session, for the agents that have its key."""
 
     session: Session

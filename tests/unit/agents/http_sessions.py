@@ -11,9 +11,9 @@ import openai
 import torch
 from chat_templates import qwen3
 
-from goaly.agents.answers import AnswerParser
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
-from goaly.agents.served import Call
+from goaly.agents.http_session import Call
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings, SessionSettings

@@ -31,13 +31,12 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParser
 
+from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.answer_stream import Piece, Reader
-from goaly.agents.answers import AnswerParser
-from goaly.agents.client_messages import read_messages
+from goaly.agents.client_request import allowed, choice_of, given, read_messages, refusal
 from goaly.agents.event_streams import Messages
-from goaly.agents.parameters import allowed, choice_of, given, refusal
+from goaly.agents.http_session import EXCHANGE, Ask
 from goaly.agents.refusals import as_refusal
-from goaly.agents.served import EXCHANGE, Ask
 from goaly.agents.session import SessionBusy, SessionExhausted
 from goaly.agents.turn import Continuation, RecordedTurn
 from goaly.generate.request import Finish
@@ -47,7 +46,7 @@ MODEL = "policy"
 """The name under which the policy is listed. Requests may name any model."""
 
 
-class Serving:
+class VllmHandlers:
     """The handlers of each API, for the model in a folder."""
 
     def __init__(self, folder: str, max_context: int, answers: AnswerParser):

@@ -1,18 +1,24 @@
-"""The parameters of clients' requests: which ones the endpoint has, and what they ask for.
+"""A client's request, of any API: its messages, sampling parameters and tool choice, and refusals of all others.
 
-Consumes requests as vLLM's protocols read them; produces `Sampling` parameters, tool choices, and refusals.
+vLLM's parser reads the messages, as its own server gives them to chat templates. It knows each kind of part: `text` of
+OpenAI's chats, `input_text`, `output_text` and `refusal` of the Responses API.
 """
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from openai.types.responses.tool_choice_allowed import ToolChoiceAllowed
 from openai.types.responses.tool_choice_function import ToolChoiceFunction
+from pydantic import ValidationError
+from vllm.config import ModelConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.chat_utils import has_non_text_content, parse_chat_messages
 
-from goaly.agents.answers import FREE, ToolChoice
+from goaly.agents.answer_parser import FREE, ToolChoice
+from goaly.agents.conversation import canonical_call
 from goaly.agents.refusals import Refusal
 from goaly.generate.request import Sampling
 
@@ -109,3 +115,29 @@ def given(request: Any) -> dict[str, Any]:
         named["logit_bias"] = {int(token): value for token, value in bias.items()}
     Sampling(**named)  # a bad value is the client's error
     return named
+
+
+def read_messages(
+    messages: Sequence[Mapping[str, Any]], model: ModelConfig, in_parts: bool
+) -> Sequence[Mapping[str, Any]]:
+    """The messages with their contents as texts, or as lists of parts if the template reads these (`in_parts`)."""
+    try:
+        sent: Any = [{**message, **_listed(message)} for message in messages]
+    except ValidationError as error:  # parts are checked when they are read
+        why = error.errors()[0]["msg"]
+        wrong = f"messages: each part of a content must be an object with type text and its text: {why}"
+        raise VLLMValidationError(wrong, parameter="messages") from error
+    if has_non_text_content(sent):
+        raise VLLMValidationError("messages: must have text only, the policy reads no images", parameter="messages")
+    conversation, _, _ = parse_chat_messages(sent, model, "openai" if in_parts else "string")
+    return cast(Sequence[Mapping[str, Any]], conversation)
+
+
+def _listed(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message's iterators, which can be read only once, as lists, and its calls that vLLM's parser may change."""
+    listed: dict[str, Any] = {}
+    if not isinstance(content := message.get("content"), str | None):
+        listed["content"] = list(content)
+    if (calls := message.get("tool_calls")) is not None:
+        listed["tool_calls"] = [canonical_call(call) for call in calls]
+    return listed
