@@ -39,7 +39,7 @@ from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
 MAX_TOKENS = 384
 STREAMS = (1, 16, 256)
@@ -119,7 +119,7 @@ class Measured(Generator):
     @concurrent_endpoint
     async def bare_seconds(self, requests: list[Request], streams: int) -> float:
         """The time that the engine alone takes; the actor's own thread sleeps meanwhile."""
-        engine = cast("Engine", self._started_loop()._engine)
+        engine = cast("VllmEngine", self._started_loop()._engine)
         return await asyncio.to_thread(bare_seconds, engine, requests, streams)
 
 
@@ -127,9 +127,9 @@ class Native(Actor):
     """A process that holds nothing but vLLM's engine around its own model."""
 
     def __init__(self, model: ModelSettings):
-        from goaly.generate.engine import Engine
+        from goaly.generate.vllm_engine import VllmEngine
 
-        self._engine = Engine(settings("native"), model)
+        self._engine = VllmEngine(settings("native"), model)
 
     @endpoint
     def bare_seconds(self, requests: list[Request], streams: int) -> float:
@@ -137,7 +137,7 @@ class Native(Actor):
         return bare_seconds(self._engine, requests, streams)
 
 
-def bare_seconds(engine: "Engine", requests: list[Request], streams: int) -> float:
+def bare_seconds(engine: "VllmEngine", requests: list[Request], streams: int) -> float:
     """How long vLLM's engine takes to end all requests: nothing of ours runs."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input

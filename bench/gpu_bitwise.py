@@ -135,8 +135,8 @@ def _attention(sizes: Sizes, drawn: Callable[..., torch.Tensor]) -> float:
 
 def recomputed(write: Callable[[Path], Path]) -> dict[str, int]:
     """The tokens that vLLM sampled, and those to which the trainer gives other log-probs; raises if there are any."""
-    from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
     from goaly.train.settings import TrainerSettings
     from goaly.train.train_engine import TrainEngine
@@ -145,7 +145,7 @@ def recomputed(write: Callable[[Path], Path]) -> dict[str, int]:
         folder = str(write(Path(made) / "model"))
         model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
         asked = mixed_requests(64, vocabulary=30, longest=400)
-        engine = Engine(cramped(model, GeneratorSettings(max_running=32, max_context=512), asked), model)
+        engine = VllmEngine(cramped(model, GeneratorSettings(max_running=32, max_context=512), asked), model)
         sequences = sampled(engine, asked)
         trainer = TrainEngine(model, TrainerSettings())
         rows = rows_of(sequences, 1024)

@@ -18,7 +18,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 
 if TYPE_CHECKING:
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
 REQUESTS, PROMPT, ANSWER = (64, 64, 256) if torch.cuda.is_available() else (8, 16, 24)
 ROUNDS = 3
@@ -52,16 +52,16 @@ def async_scheduling() -> dict[str, Any]:
     )
 
 
-def _engine(model: ModelSettings, **changes: Any) -> "Engine":
-    from goaly.generate.engine import Engine
+def _engine(model: ModelSettings, **changes: Any) -> "VllmEngine":
+    from goaly.generate.vllm_engine import VllmEngine
 
     settings = GeneratorSettings(
         max_running=REQUESTS, max_context=PROMPT + ANSWER, kv_cache_gib=1.0, on_update="keep", **changes
     )
-    return Engine(settings, model)
+    return VllmEngine(settings, model)
 
 
-def _both(engines: dict[str, "Engine"]) -> dict[str, float]:
+def _both(engines: dict[str, "VllmEngine"]) -> dict[str, float]:
     """Tokens per second of two engines, and how their greedy answers differ; raises if they are not the same.
 
     Batches of other sizes round differently, so near a tie the likeliest token may be another: the log-probs up to and
@@ -90,7 +90,7 @@ def _both(engines: dict[str, "Engine"]) -> dict[str, float]:
     }
 
 
-def answers(engine: "Engine") -> list[Sample]:
+def answers(engine: "VllmEngine") -> list[Sample]:
     """Greedy answers to the same prompts."""
     draw = random.Random(0)
     for number in range(REQUESTS):
@@ -99,7 +99,7 @@ def answers(engine: "Engine") -> list[Sample]:
     return list(_ended(engine).values())
 
 
-def _ended(engine: "Engine", *, updates: bool = False) -> dict[str, Sample]:
+def _ended(engine: "VllmEngine", *, updates: bool = False) -> dict[str, Sample]:
     """The samples of all requests, by name in order; with `updates` new weights come every few steps."""
     found: dict[str, Sample] = {}
     steps = 0
@@ -113,7 +113,7 @@ def _ended(engine: "Engine", *, updates: bool = False) -> dict[str, Sample]:
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
 
 
-def _stamps(engine: "Engine") -> dict[str, float]:
+def _stamps(engine: "VllmEngine") -> dict[str, float]:
     """Whether each token was stamped with the version that gave it its log-prob.
 
     The weights make every hidden state the same, and every answer a row of token 0, whose logit is the version's."""
@@ -139,7 +139,7 @@ def _stamps(engine: "Engine") -> dict[str, float]:
     return {"stamp_error": largest, "stamped_versions": len(versions)}
 
 
-def _set_version(engine: "Engine", version: int) -> None:
+def _set_version(engine: "VllmEngine", version: int) -> None:
     head_VD = engine.named_tensors()["lm_head.weight"]
 
     def fill() -> int:

@@ -74,7 +74,7 @@ def updates() -> dict[str, Any]:
 async def _updates(folder: Path) -> dict[str, Any]:
     from bench.gpu_trainer import random_model
     from bench.train import packed_batch
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.parity import compared, mixed_requests, rows_of, sampled
 
     model = random_model(folder)
@@ -86,7 +86,7 @@ async def _updates(folder: Path) -> dict[str, Any]:
     batch = PackedRows(
         rows=whole.rows[:2], batch_trained_tokens=int(whole.rows[:2]["trained"].sum()), batch_sequences=1
     )
-    engine = Engine(GeneratorSettings(max_running=32, max_context=256, kv_cache_gib=0.25), model)
+    engine = VllmEngine(GeneratorSettings(max_running=32, max_context=256, kv_cache_gib=0.25), model)
     live = engine.live_tensors()
     weights = WeightSettings().of_model(model.dtype)
     subscriber = Subscriber(store, engine.named_tensors(), "reader", weights, live=live)

@@ -96,13 +96,13 @@ class Laboratory:
     """One generator, which all runs share, one after the other."""
 
     def __init__(self, settings: LaggedSettings, verify: Verify = arithmetic.verify):
-        from goaly.generate.engine import Engine
+        from goaly.generate.vllm_engine import VllmEngine
 
         self._settings = settings
         self._verify = verify
         self._model = ModelSettings(path=settings.model)
         self._tokenizer = ChatTokenizer(settings.model)
-        self._generator = Engine(
+        self._generator = VllmEngine(
             GeneratorSettings(on_update="drain", max_running=128, max_context=256, kv_cache_gib=0.25), self._model
         )
         self._backlog = BacklogSettings(

@@ -202,10 +202,10 @@ def _hold(rank: int, settings: Any, model: ModelSettings, out: Path) -> None:
     """Build a generator's engine and the place of fetched weights; the first rank writes what they hold."""
     import torch.distributed as dist
 
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.weights.fetched_weights import FetchedWeights
 
-    engine = Engine(settings, model)
+    engine = VllmEngine(settings, model)
     held = engine.named_tensors()
     destination = FetchedWeights(held, engine.live_tensors(), engine.naming(), spare="auto")
     destination.allocate(held)

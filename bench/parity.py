@@ -171,14 +171,14 @@ def training(model: str) -> dict[str, list[float]]:
 def generation(model: str) -> dict[str, list[float]]:
     """The requests of `bench.generate`, all there at once."""
     from bench.generate import heavy_tailed
-    from goaly.generate.engine import Engine
     from goaly.generate.request import Sampling
+    from goaly.generate.vllm_engine import VllmEngine
 
     requests = heavy_tailed(192)
 
     def side(numerics: Any) -> Callable[[], None]:
         settings = GeneratorSettings(max_running=128, max_context=LONGEST, kv_cache_gib=0.3)
-        engine = Engine(settings, ModelSettings(path=model, numerics=numerics))
+        engine = VllmEngine(settings, ModelSettings(path=model, numerics=numerics))
 
         def serve() -> None:
             for number, request in enumerate(requests):

@@ -9,7 +9,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from goaly.generate.scheduling import SchedulingCounts
+from goaly.generate.scheduling_counter import SchedulingCounts
 
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
 """The most that each cost should be, of any model."""

@@ -163,7 +163,7 @@ def training(engine: Any, rows: TensorDict) -> Cost:
 
 def measure(count: int) -> tuple[list[Agreement], dict[str, Cost]]:
     """Both number formats; the costs in bfloat16."""
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.train.train_engine import TrainEngine
 
     found: list[Agreement] = []
@@ -173,14 +173,14 @@ def measure(count: int) -> tuple[list[Agreement], dict[str, Cost]]:
         path = str(write_tiny_model(Path(folder) / "model", TinyModel(experts=8)))
         models = {dtype: ModelSettings(path=path, dtype=dtype) for dtype in DTYPES}
         # An engine that is freed takes vLLM's process groups with it, which the next one uses.
-        recorders = {dtype: Engine(GENERATOR, model, records_choices=True) for dtype, model in models.items()}
+        recorders = {dtype: VllmEngine(GENERATOR, model, records_choices=True) for dtype, model in models.items()}
         for dtype, model in models.items():
             recording = recorders[dtype]
             rows = rows_of(sampled(recording, requests), ROW_LENGTH)
             trainer = TrainEngine(model, TRAINER)
             found += [agreement(trainer, rows, dtype, routing) for routing in ("own", "replay")]
             if dtype == "bfloat16":
-                costs["generation"] = generation({"replay": recording, "own": Engine(GENERATOR, model)}, requests)
+                costs["generation"] = generation({"replay": recording, "own": VllmEngine(GENERATOR, model)}, requests)
                 costs["training"] = training(trainer, rows)
     return found, costs
 

@@ -47,10 +47,10 @@ POINTS = {
     "learn values": "goaly.train.critic_engine:CriticEngine.train_steps",
     "write a checkpoint": "goaly.train.saved_state:StagedState.write",
     "write the log": "goaly.journal.log_writer:LogWriter._write",
-    "decode": "goaly.generate.engine:Engine.step",
+    "decode": "goaly.generate.vllm_engine:VllmEngine.step",
     "pull": "goaly.weights.subscriber:Subscriber._pull",
-    "apply": "goaly.generate.engine:Engine.apply",
-    "episode": "goaly.rollout.group:GroupRunner._run_one",
+    "apply": "goaly.generate.vllm_engine:VllmEngine.apply",
+    "episode": "goaly.rollout.group_runner:GroupRunner._run_one",
     "judge": "goaly.reward.verifier_pool:VerifierPool._judge",
     "agree": "goaly.generate.engine_loop:RankLink.all_agree",
 }

@@ -11,7 +11,7 @@ from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import RewardSettings
-from goaly.rollout.evaluation import EvaluationSettings
+from goaly.rollout.evaluation_settings import EvaluationSettings
 
 NO_LIMIT = 1 << 40
 """More tokens than any context has."""

@@ -23,10 +23,9 @@ from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
 from goaly.generate.streamed_answer import OnPart
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.attempts import Begun, Serve, by_chat, by_episode
+from goaly.rollout.attempts import Attempt, Begun, Serve, Solve, Verifier, by_chat, by_episode, by_tokens
 from goaly.rollout.episode import EpisodeContext
-from goaly.rollout.evaluation_result import Attempt, Solve, Verifier, by_tokens
-from goaly.rollout.running import RunningEpisode
+from goaly.rollout.running_episodes import RunningEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +60,10 @@ async def solver(config: EvalConfig, verify: Verifier) -> AsyncIterator[tuple[So
 async def _engine(config: EvalConfig) -> AsyncIterator[EngineLoop]:
     """An engine in this process."""
     with hushed():
-        from goaly.generate.engine import Engine
+        from goaly.generate.vllm_engine import VllmEngine
 
         engine = await asyncio.to_thread(
-            Engine,
+            VllmEngine,
             config.generator,
             config.model,
             seed=config.generator.seed,

@@ -29,7 +29,7 @@ from goaly.backlog.packing import assign
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
 from goaly.generate.request import Sampling
-from goaly.generate.scheduling import SchedulingCounts
+from goaly.generate.scheduling_counter import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
@@ -41,8 +41,8 @@ from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
 
 if TYPE_CHECKING:
-    from goaly.generate.engine import Engine
     from goaly.generate.request import Sample
+    from goaly.generate.vllm_engine import VllmEngine
 
 SHARED = 4
 """Successive requests with the same prompt, as the samples of a group."""
@@ -103,7 +103,7 @@ class Compared:
     """The largest difference."""
 
 
-def sampled(engine: "Engine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
+def sampled(engine: "VllmEngine", asked: Sequence[CheckedRequest], *, updates: bool = False) -> list[TensorDict]:
     """The sequences that the engine makes of these requests. If it `updates`, the weights are halved when half of the
     answers are complete."""
     for one in asked:
@@ -205,10 +205,10 @@ def _joined(parts: Sequence[Compared]) -> Compared:
 
 
 def _sample(rank: int, sampler: Sampler, out: Path, counts: Path) -> None:
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
     torch.set_num_threads(sampler.generator.threads)  # vLLM allows it no more later
-    engine = Engine(sampler.generator, sampler.model, records_choices=sampler.records_choices)
+    engine = VllmEngine(sampler.generator, sampler.model, records_choices=sampler.records_choices)
     counter = engine.counter()
     sequences = sampled(engine, sampler.asked, updates=sampler.updates)
     torch.save(counter.counts, counts / str(rank))

@@ -173,11 +173,11 @@ def _sampled(
     rank: int, model: ModelSettings, generator: GeneratorSettings, at: Differing, way: str, folder: Path
 ) -> None:
     """Write what the operations of a sampler's rank give the document, a prompt that its steps compute."""
-    from goaly.generate.engine import Engine
     from goaly.generate.request import Sampling
+    from goaly.generate.vllm_engine import VllmEngine
 
     torch.set_num_threads(generator.threads)  # vLLM allows it no more later
-    engine = Engine(generator, model)
+    engine = VllmEngine(generator, model)
     if at.version == UPDATED:
         engine.apply(lambda: halve(engine.named_tensors()))
     engine.add("searched", at.document["tokens"][0, :-1].tolist(), Sampling(max_tokens=1))

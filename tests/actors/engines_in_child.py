@@ -74,14 +74,14 @@ def in_child(start: Callable[..., None], folders: list[Path]) -> Iterator[Callab
 def start_engines(folders: list[Path], **changes: Any) -> None:
     """Start them; `changes` are settings of the one with torchtitan's definition."""
     global engines
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.models.definition import model_spec
 
     settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512, **changes)
     model = ModelSettings(path=str(folders[0]))
     engines = Engines(
-        torchtitan=Engine(settings, model),
-        native=Engine(GeneratorSettings(engine="native", max_running=8, max_context=512, kv_cache_gib=0.01), model),
+        torchtitan=VllmEngine(settings, model),
+        native=VllmEngine(GeneratorSettings(engine="native", max_running=8, max_context=512, kv_cache_gib=0.01), model),
         settings=settings,
         weights=[native_tensors(model_spec(folder), folder) for folder in folders],
     )
@@ -303,11 +303,11 @@ def refuse_twice_the_same_name() -> str:
 def sampled_in_another_thread(folder: Path, threads: int) -> tuple[list[int], list[int]]:
     """A greedy answer of an engine of so many threads, which one thread has built and this one steps, and with how many
     each of them computes."""
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
     settings = GeneratorSettings(max_running=8, max_context=512, kv_cache_gib=0.005, threads=threads)
     with ThreadPoolExecutor(1) as builder:
-        engine = builder.submit(Engine, settings, ModelSettings(path=str(folder))).result()
+        engine = builder.submit(VllmEngine, settings, ModelSettings(path=str(folder))).result()
         counts = [builder.submit(torch.get_num_threads).result()]
     engine.enter_thread()
     counts.append(torch.get_num_threads())
@@ -320,9 +320,9 @@ def sampled_in_another_thread(folder: Path, threads: int) -> tuple[list[int], li
 def frozen_around_the_end(folder: Path) -> list[int]:
     """How many objects the collector leaves alone beside an engine, after the handlers of this process's exit, and
     after the engine is closed."""
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
-    engine = Engine(
+    engine = VllmEngine(
         GeneratorSettings(max_running=8, max_context=512, kv_cache_gib=0.005), ModelSettings(path=str(folder))
     )
     counts = [gc.get_freeze_count()]

@@ -103,9 +103,9 @@ def vllms_own_stamp() -> tuple[str, Sample]:
 def sample_with_experts(folder: Path, requests: int) -> tuple[int, list[Sample]]:
     """How many preemptions there were before an update with the same weights, and samples that end by a stop string, by
     a cancel and by length."""
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
-    engine = Engine(engines_in_child.engines.settings, ModelSettings(path=str(folder)), records_choices=True)
+    engine = VllmEngine(engines_in_child.engines.settings, ModelSettings(path=str(folder)), records_choices=True)
     counter = engine.counter()
     for number in range(requests):
         stop = ["ab", "c", "1"] if number % 8 == 0 else None
@@ -123,13 +123,13 @@ def sample_with_experts(folder: Path, requests: int) -> tuple[int, list[Sample]]
 def in_each_rank(rank: int, port: int, folder: Path, out: Path) -> None:
     """Sample while an update comes after one step and after two in turn, and write the samples to a file."""
     become_rank(rank, 2, port)
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.weights.dtensor_layout import local
     from tests.actors.async_on_cpu import allow_async_scheduling
 
     allow_async_scheduling()
     settings = GeneratorSettings(tp=2, max_running=8, max_context=128, kv_cache_gib=0.01, async_scheduling=True)
-    engine = Engine(settings, ModelSettings(path=str(folder)))
+    engine = VllmEngine(settings, ModelSettings(path=str(folder)))
     head = local(engine.named_tensors()["lm_head.weight"])
     as_loaded = head.clone()
 

@@ -32,11 +32,11 @@ weights: list[dict[str, torch.Tensor]]
 
 def start_engines(folders: list[Path]) -> None:
     global engines, weights
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.models.definition import model_spec
 
     models = {dtype: ModelSettings(path=str(folders[0]), dtype=dtype) for dtype in ("float32", "bfloat16")}
-    engines = {dtype: Engine(SETTINGS, model, records_choices=True) for dtype, model in models.items()}
+    engines = {dtype: VllmEngine(SETTINGS, model, records_choices=True) for dtype, model in models.items()}
     weights = [native_tensors(model_spec(folder), folder) for folder in folders]
 
 

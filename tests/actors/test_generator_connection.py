@@ -14,8 +14,8 @@ from monarch.actor import Actor, concurrent_endpoint
 from spawned import spawn
 
 from goaly.base.errors import ReplicaLost
-from goaly.generate.clients import Clients
 from goaly.generate.connection import (
+    Clients,
     Connection,
     Isolate,
     Leave,

@@ -46,12 +46,12 @@ NOISE = 2e-4
 def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str, int], out: Path) -> None:
     """Sample with the weights of the first folder, and with those of the second."""
     become_rank(rank, degrees.get("tp", 1), port)
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.models.definition import model_spec
     from goaly.weights.dtensor_layout import local
 
     settings = GeneratorSettings(max_running=16, max_context=128, kv_cache_gib=0.01, max_step_tokens=32, **degrees)
-    engine = Engine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
+    engine = VllmEngine(settings, ModelSettings(path=str(folders[0])), records_choices=True)
     counter = engine.counter()
     before = sampled(engine, PROMPTS, max_tokens=30)
     assert counter.counts.prompts_in_parts > 2

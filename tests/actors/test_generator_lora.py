@@ -30,11 +30,11 @@ def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int],
     """Sample with the folder's weights, and with the adapters beside them."""
     become_rank(rank, degrees.get("tp", 1), port)
     from goaly.base.errors import WeightsError
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.models.lora import BASE
 
     settings = GeneratorSettings(max_running=8, max_context=64, kv_cache_gib=0.01, max_step_tokens=64, **degrees)
-    engine = Engine(settings, ModelSettings(path=str(folder)), lora=LORA)
+    engine = VllmEngine(settings, ModelSettings(path=str(folder)), lora=LORA)
     before = sampled(engine, PROMPTS, max_tokens=20)
     live, weights = engine.named_tensors(), torch.load(adapters)
     assert live.keys() == weights.keys() == engine.live_tensors().keys()  # LR-1

@@ -55,14 +55,14 @@ class Both:
     def __init__(
         self, folder: Path, *, threads: int = 1, temperature: float = 1.0, step_tokens: int = 4096, **model: str
     ):
-        from goaly.generate.engine import Engine
+        from goaly.generate.vllm_engine import VllmEngine
 
         torch.set_num_threads(threads)  # later vLLM does not let us
         settings = ModelSettings(path=str(folder), **{"numerics": "bitwise"} | model)
         self.temperature = temperature
         self.model = settings
         experts = architecture(read_config(folder)).experts
-        self.generator = Engine(limits(settings, step_tokens), settings, records_choices=experts > 0)
+        self.generator = VllmEngine(limits(settings, step_tokens), settings, records_choices=experts > 0)
         self.counter = self.generator.counter()
 
     def asked(self, seed: int = 0) -> list[Any]:

@@ -17,8 +17,7 @@ from spawned import spawn
 from goaly.backlog.settings import BacklogSettings
 from goaly.base import actors
 from goaly.base.errors import RunFailed
-from goaly.generate.clients import Clients
-from goaly.generate.connection import Leave, Submit, Withdraw, client_of, own_name
+from goaly.generate.connection import Clients, Leave, Submit, Withdraw, client_of, own_name
 from goaly.generate.request import Finish, Sample
 from goaly.generate.settings import SamplingSettings
 from goaly.journal.log_writer import LogWriter
@@ -28,9 +27,9 @@ from goaly.prompts.settings import ChatSettings
 from goaly.reward.pool_actor import RewardPool
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.running import GENERATING, EvaluationFailed, Failed
+from goaly.rollout.rollout_worker import RolloutWorker, pickled
+from goaly.rollout.running_episodes import GENERATING, EvaluationFailed, Failed
 from goaly.rollout.settings import RolloutSettings
-from goaly.rollout.worker import RolloutWorker, pickled
 from goaly.run.replaceable import Replaceable
 from goaly.run.rollouts import RolloutStage
 from goaly.trajectory import Trajectory

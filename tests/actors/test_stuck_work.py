@@ -38,16 +38,16 @@ class Ranks(Actor):
 
 def stuck_generator() -> type:
     """A generator whose steps can be made to hang. Made here, because importing it imports vLLM's packages."""
-    from goaly.generate.engine import Engine
     from goaly.generate.generator import Generator
+    from goaly.generate.vllm_engine import VllmEngine
 
     class Stuck(Generator):
         @concurrent_endpoint
         async def get_stuck(self) -> None:
-            def step(self: Engine) -> Any:
+            def step(self: VllmEngine) -> Any:
                 time.sleep(1000)  # releases the interpreter's lock: the process answers heartbeats
 
-            Engine.step = step
+            VllmEngine.step = step
 
     return Stuck
 

@@ -22,10 +22,10 @@ engine: Any
 
 def start_engine(folder: Path) -> None:
     global engine
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
     settings = GeneratorSettings(engine="native", max_running=8, max_context=256, kv_cache_gib=0.01)
-    engine = Engine(settings, ModelSettings(path=str(folder)))
+    engine = VllmEngine(settings, ModelSettings(path=str(folder)))
 
 
 def shapes_of_linear_weights() -> set[tuple[int, ...]]:
@@ -128,7 +128,7 @@ def test_a_salt_separates_cached_prefixes(there):
 
 
 def test_the_core_says_in_each_step_what_it_sampled_with_which_log_probability(there):
-    """`Engine.step` makes samples of these, past vLLM's front end."""
+    """`VllmEngine.step` makes samples of these, past vLLM's front end."""
     outputs = there(core_outputs)
     assert all(len(tokens) == 1 and tokens == of for tokens, of, _, _ in outputs)
     assert all(-10 < logprob < 0 for _, _, logprob, _ in outputs)

@@ -27,7 +27,7 @@ SIZES = [(tp, rank) for tp in (1, 2, 4) for rank in range(tp)]
 
 def loaded(folder: Path, tp: int, rank: int) -> dict[str, torch.Tensor]:
     """The parameters of vLLM's model, loaded by itself, before any prepacking. This process is taken for that rank."""
-    from goaly.generate import engine  # noqa: F401 # isort: skip; its environment comes before vLLM
+    from goaly.generate import vllm_engine  # noqa: F401 # isort: skip; its environment comes before vLLM
 
     from safetensors.torch import load_file
     from vllm import EngineArgs

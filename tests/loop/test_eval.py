@@ -11,8 +11,8 @@ from apps.eval.main import table
 from apps.eval.quiet import hushed
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import RewardSettings
-from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
-from goaly.rollout.evaluation_result import EvalResult
+from goaly.rollout.evaluation import EvalResult
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
 from tests.program import ended
 
 TINY = TinyModel(dim=32, layers=1, heads=2, kv_heads=2, head_dim=32, hidden_dim=32, max_context=128)

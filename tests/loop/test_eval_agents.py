@@ -20,7 +20,7 @@ from goaly.generate.settings import SamplingSettings
 from goaly.journal.__main__ import main as journal
 from goaly.prompts.settings import ArithmeticSettings, ChatSettings, PromptSettings
 from goaly.reward.settings import RewardSettings
-from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
 from tests.loop.conftest import launching
 from tests.loop.launched import START_SECONDS
 from tests.loop.memorized import SUMS, write_memorized_model

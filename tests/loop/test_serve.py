@@ -21,7 +21,7 @@ from apps.eval.main import evaluation
 from goaly.agents.settings import AgentSettings
 from goaly.base.errors import ConfigError
 from goaly.reward.settings import RewardSettings
-from goaly.rollout.evaluation import EvaluationSettings
+from goaly.rollout.evaluation_settings import EvaluationSettings
 from goaly.run.offered_store import STORE_FILE
 from goaly.run.serve_config import ServeConfig
 

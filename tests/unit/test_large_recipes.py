@@ -21,7 +21,7 @@ from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe
 from goaly.prompts.mixture import prompt_mixture
-from goaly.rollout.evaluation_sets import ProblemSets
+from goaly.rollout.evaluation import ProblemSets
 from goaly.run import tiny
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 The requests of one turn of the client's event loop leave in one message, and the samples that end in one step of the
 engine come in one, together with the parts that this step added to streamed answers. On one host messages travel on a
-line (`line.py`). Between hosts they are calls of the actor: a call costs either side half a millisecond, as much as a
+`MessageSocket`. Between hosts they are calls of the actor: a call costs either side half a millisecond, as much as a
 dozen tokens.
 
 A replica's death does not tell which of its requests caused it, and a request that kills engines (a poison request)
@@ -25,7 +25,7 @@ client's messages to a replica arrive in order, because a connection takes one w
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.base.errors import ReplicaLost, root_cause
-from goaly.base.process import ProcessMark, this_process, vital_task
-from goaly.generate.line import Line, Listener
+from goaly.base.process import ExitWatch, ProcessMark, this_host, this_process, vital_task
+from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.generate.streamed_answer import AnswerPart, OnPart
 
@@ -101,7 +101,7 @@ class Connection:
         self._unsent_suspects: list[str] = []
         self._tell: Callable[[ToReplica], None] | None = None
         """The way to the replica, once one is open."""
-        self._line: Line | None = None
+        self._line: MessageSocket | None = None
         self._ended: Exception | None = None
         port, samples = Channel[Results].open()
         self._listener = Listener()
@@ -274,6 +274,77 @@ class Connection:
                 future.cancel()
             else:
                 settle(future, error)
+
+
+class Clients:
+    """The replica's end: the clients that are connected, what they tell, and the results to send to each."""
+
+    def __init__(self, told: Callable[[str, ToReplica], None]) -> None:
+        """`told(client, message)` is called for what comes on lines. The end of a connection is a `Leave`."""
+        self._told = told
+        self._open: dict[str, tuple[Callable[[Results], None], MessageSocket | None]] = {}
+        """How to send to each, in any thread."""
+
+    async def serve(self, client: str, ways: Ways, until: asyncio.Event) -> None:
+        """Connect to a client; returns when the event is set."""
+        line, watch = await self._line_to(client, ways), None
+        if line is None:
+            ways.port.send([])
+            send = partial(asyncio.get_running_loop().call_soon_threadsafe, ways.port.send)
+        else:
+            send = line.send
+        if ways.process.host == this_host():
+            watch = ExitWatch(ways.process, partial(self._told, client, Leave()))
+        self._open[client] = send, line
+        try:
+            await until.wait()
+        finally:
+            self._told(client, Leave())  # generate-2
+            if watch is not None:
+                watch.close()
+
+    def disconnect(self, client: str) -> None:
+        """Send nothing more to this client."""
+        _, line = self._open.pop(client, (None, None))
+        if line is not None:
+            line.close()
+
+    def send(self, client: str, results: Results) -> None:
+        """Send these results in one message, in any thread. Nothing happens if the client has left."""
+        send, _ = self._open.get(client, (None, None))
+        if send is not None:
+            send(results)
+
+    async def _line_to(self, client: str, ways: Ways) -> MessageSocket | None:
+        try:
+            return await open_socket(ways.line, partial(self._told, client), partial(self._told, client, Leave()))
+        except OSError:  # the client is on another host, or in another network
+            return None
+
+
+class Quarantine:
+    """A replica's suspects: lets them in one at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._suspects: dict[str, Callable[[], None]] = {}
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """The names of those that run or wait here."""
+        return self._suspects
+
+    def enter(self, request_id: str, begin: Callable[[], None]) -> None:
+        """Call `begin` when it is this request's turn, at once if no other suspect is here."""
+        self._suspects[request_id] = begin
+        if len(self._suspects) == 1:
+            begin()
+
+    def leave(self, request_id: str) -> None:
+        """Let the next suspect in after this one ended or was cancelled. Unknown requests are ignored."""
+        had_its_turn = next(iter(self._suspects), None) == request_id
+        self._suspects.pop(request_id, None)
+        if had_its_turn and self._suspects:
+            next(iter(self._suspects.values()))()
 
 
 def own_name(sent: str) -> str:

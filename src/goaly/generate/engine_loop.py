@@ -46,7 +46,7 @@ from goaly.generate.streamed_answer import AnswerPart, OnPart
 from goaly.weights.digest import gathered
 
 if TYPE_CHECKING:
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
 
 Deliver = Callable[[str, AnswerPart | Sample | Exception], None]
 """Takes a request's parts, if it is streamed, and then its sample or its error, in the engine's thread; the error of
@@ -181,7 +181,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: "VllmEngine",
         settings: GeneratorSettings,
         fill: Callable[[], int],
         link: RankLink | None = None,

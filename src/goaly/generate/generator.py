@@ -23,8 +23,19 @@ from goaly.base.actors import concurrent_endpoint
 from goaly.base.errors import ReplicaLost
 from goaly.base.process import vital_task
 from goaly.base.telemetry import spans
-from goaly.generate.clients import Clients, Quarantine
-from goaly.generate.connection import Isolate, Leave, Results, Submit, ToReplica, Ways, Withdraw, client_of, own_name
+from goaly.generate.connection import (
+    Clients,
+    Isolate,
+    Leave,
+    Quarantine,
+    Results,
+    Submit,
+    ToReplica,
+    Ways,
+    Withdraw,
+    client_of,
+    own_name,
+)
 from goaly.generate.engine_loop import EngineLoop, RankLink
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import GeneratorSettings
@@ -35,7 +46,7 @@ from goaly.prompts.settings import ChatSettings
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
-    from goaly.generate.engine import Engine
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.weights.store import WeightStore
     from goaly.weights.subscriber import Subscriber
 
@@ -68,7 +79,7 @@ class Generator(Actor):
             "chat": chat,
         }
         self._rank = 0
-        self._engine: Engine | None = None
+        self._engine: VllmEngine | None = None
         self._engine_loop: EngineLoop | None = None
         self._follower: WeightFollower | None = None
         self._following: asyncio.Task[None] | None = None
@@ -84,12 +95,12 @@ class Generator(Actor):
     @concurrent_endpoint
     async def start(self) -> int:
         """Build the engine from the model folder and catch up with the store; the version that decodes then."""
-        from goaly.generate.engine import Engine  # vLLM takes seconds to import
+        from goaly.generate.vllm_engine import VllmEngine  # vLLM takes seconds to import
 
         self._events = asyncio.get_running_loop()
         settings = self._settings
         seed = settings.seed + self._replica
-        engine = await asyncio.to_thread(Engine, settings, self._model, seed=seed, **self._options)
+        engine = await asyncio.to_thread(VllmEngine, settings, self._model, seed=seed, **self._options)
         self._engine = engine
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)
@@ -156,7 +167,7 @@ class Generator(Actor):
         self._closed.set()
         spans.flush()
 
-    async def _joined(self, store: "WeightStore", engine: "Engine") -> "Subscriber":
+    async def _joined(self, store: "WeightStore", engine: "VllmEngine") -> "Subscriber":
         from goaly.weights.subscriber import Subscriber
 
         subscriber = Subscriber(

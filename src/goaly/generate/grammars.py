@@ -9,15 +9,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
-from goaly.generate.free_logprobs import FreeLogprobs
 from goaly.generate.request import AT_ONCE, TEMPLATE_ARGS, InvalidRequest
 from goaly.prompts.settings import ChatSettings
 
@@ -80,7 +81,7 @@ class Grammars:
         self._chat = chat
         self._tokenizer: Any = None
         self._compiling: set[Future[Any]] = set()
-        self._free: FreeLogprobs | None = None
+        self._unmasked: UnmaskedLogprobs | None = None
 
     def add(self, request: EngineCoreRequest, asked: Mapping[str, Any]) -> None:
         """Start this request, whose answer follows these `Sampling.structured_outputs` until one of its stop tokens;
@@ -115,9 +116,9 @@ class Grammars:
         if isinstance(started._grammar, Future):
             self._compiling.add(started._grammar)
 
-    def free_logprobs(self, outputs: Sequence[Any], temperature: Callable[[str], float | None]) -> dict[str, float]:
-        """The log-probs that the tokens of the step that was read last have without a grammar (`FreeLogprobs.of`)."""
-        return {} if self._free is None else self._free.of(outputs, temperature)
+    def unmasked_logprobs(self, outputs: Sequence[Any], temperature: Callable[[str], float | None]) -> dict[str, float]:
+        """The log-probs that the tokens of the last step have without a grammar, by request."""
+        return {} if self._unmasked is None else self._unmasked.of(outputs, temperature)
 
     def wait(self) -> None:
         """Wait until a grammar is compiled, if one is being: nothing else is under way."""
@@ -130,7 +131,7 @@ class Grammars:
         manager.tokenizer = get_tokenizer(str(self._folder))
         if self._chat.reasoning_parser is not None:
             manager.reasoner_cls = ReasoningParserManager.get_reasoning_parser(self._chat.reasoning_parser)
-        self._free = self._free or FreeLogprobs(self._core.engine_core)
+        self._unmasked = self._unmasked or UnmaskedLogprobs(self._core.engine_core)
         self._tokenizer = manager.tokenizer
 
     def _reasoner(self, template_args: Mapping[str, Any]) -> Any:
@@ -138,3 +139,71 @@ class Grammars:
         end the engine."""
         made = self._core.engine_core.structured_output_manager.reasoner_cls
         return made and made(tokenizer=self._tokenizer, chat_template_kwargs=dict(template_args))
+
+
+class UnmaskedLogprobs:
+    """The log-probs that tokens of answers with a form would have without it, on every rank.
+
+    They are the ones that the trainer computes: over all tokens, at the request's temperature. So the logits of each
+    step are copied before a grammar masks them, and kept until the tokens that were drawn from them are read."""
+
+    def __init__(self, engine_core: Any):
+        """`engine_core` is vLLM's."""
+        self._launched: dict[int, tuple[list[str], torch.Tensor]] = {}
+        """The requests of steps that were launched and not read, and their rows."""
+        self._read: tuple[list[str], torch.Tensor] | None = None
+        self._step: Any = None
+        """The step that is launched now."""
+        self._runner = runner = engine_core.model_executor.driver_worker.worker.model_runner
+        self._log_softmax = getattr(runner.sampler, "compute_logprobs", partial(torch.log_softmax, dim=-1))
+        self._execute, runner.execute_model = runner.execute_model, self._launch
+        if hasattr(runner, "structured_outputs_worker"):  # vLLM's second model runner, which exists on GPUs
+            masks = runner.structured_outputs_worker
+            self._mask, masks.apply_grammar_bitmask = masks.apply_grammar_bitmask, self._keep_and_mask
+        else:
+            self._sample, runner.sample_tokens = runner.sample_tokens, self._keep_and_sample
+        scheduler = engine_core.scheduler
+        self._update, scheduler.update_from_output = scheduler.update_from_output, self._read_step
+
+    def of(self, outputs: Sequence[Any], temperature: Callable[[str], float | None]) -> dict[str, float]:
+        """The log-probs of the tokens in vLLM's outputs of the step that was read last, by request; none where no form
+        was in force."""
+        if self._read is None:
+            return {}
+        (requests, rows_RV), self._read = self._read, None
+        drawn = {one.request_id: one.new_token_ids[0] for one in outputs if one.new_token_ids}
+        divisors_R = rows_RV.new_tensor([(one in drawn and temperature(one)) or 1.0 for one in requests])
+        rows_RV = rows_RV / divisors_R[:, None]  # a GPU would multiply by a number's reciprocal
+        logprobs_RV = self._log_softmax(rows_RV)
+        tokens_R = torch.tensor([drawn.get(request, 0) for request in requests], device=rows_RV.device)
+        logprobs_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
+        return {one: logprob for one, logprob in zip(requests, logprobs_R, strict=True) if one in drawn}
+
+    def _launch(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step = step
+        return self._execute(step, *args, **kwargs)
+
+    def _keep_and_sample(self, grammar_output: Any) -> Any:
+        if grammar_output is not None and self._runner.execute_model_state is not None:
+            self._keep(
+                self._runner.execute_model_state[1],
+                self._runner.input_batch.req_ids,
+                grammar_output.structured_output_request_ids,
+            )
+        return self._sample(grammar_output)
+
+    def _keep_and_mask(self, logits: torch.Tensor, batch: Any, with_form: Sequence[str], *args: Any) -> Any:
+        self._keep(logits, batch.req_ids, with_form)
+        return self._mask(logits, batch, with_form, *args)
+
+    def _keep(self, logits_RV: torch.Tensor, requests: Sequence[str], with_form: Sequence[str]) -> None:
+        places = {request: place for place, request in enumerate(requests)}
+        known = [request for request in with_form if request in places]
+        if not known:
+            return
+        rows_RV = logits_RV[[places[request] for request in known]].float()  # a copy
+        self._launched[id(self._step)] = known, rows_RV
+
+    def _read_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        self._read = self._launched.pop(id(step), None)
+        return self._update(step, *args, **kwargs)

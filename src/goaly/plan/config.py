@@ -20,7 +20,7 @@ from goaly.plan.host_settings import HostSettings
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import AdvantageSettings, RewardSettings
-from goaly.rollout.evaluation import EvaluationSettings
+from goaly.rollout.evaluation_settings import EvaluationSettings
 from goaly.rollout.settings import RolloutSettings
 from goaly.train.settings import NOT_BITWISE, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings

@@ -28,9 +28,9 @@ IMPORTS = {
     "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel_model", "goaly.losses.objective"),
     "reference": ("goaly.train.reference", "goaly.train.parallel_model"),
     "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel_model"),
-    "generator": ("goaly.generate.generator", "goaly.generate.engine", "goaly.weights.subscriber"),
-    "rollout": ("goaly.rollout.worker",),
-    "endpoint": ("goaly.rollout.worker", "goaly.agents.routes"),
+    "generator": ("goaly.generate.generator", "goaly.generate.vllm_engine", "goaly.weights.subscriber"),
+    "rollout": ("goaly.rollout.rollout_worker",),
+    "endpoint": ("goaly.rollout.rollout_worker", "goaly.agents.routes"),
 }
 """The modules that the actors of a role import, and rollout workers with an endpoint. Their processes start with these
 imports, before actors are spawned."""

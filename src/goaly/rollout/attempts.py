@@ -1,8 +1,8 @@
-"""Attempts at problems by episodes, or by an API elsewhere. `result.py` counts them."""
+"""Attempts at the problems of an evaluation: by an answer, by an episode, or by an API elsewhere."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import RunFailed, cause_of, first_error
 from goaly.generate.policy import ContextFull, PromptFillsContext
-from goaly.generate.request import seed_of
+from goaly.generate.request import PromptTooLong, Sample, Sampling, evaluation_seeds, seed_of
 from goaly.prompts.prompt import Prompt
+from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
-from goaly.rollout.evaluation_result import Attempt, Solution, Solve, Verifier
-from goaly.rollout.running import Failed, within
+from goaly.rollout.evaluation import EvalResult
+from goaly.rollout.running_episodes import Failed, within
 from goaly.trajectory import episode_reward
 
 if TYPE_CHECKING:
@@ -24,6 +25,46 @@ logger = logging.getLogger(__name__)
 
 FAILURES_IN_A_ROW = 16
 """Failed attempts in a row that end an evaluation."""
+
+
+SampleFunction = Callable[[list[int], Sampling], Awaitable[Sample]]
+Verifier = Callable[[Prompt, str], Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The result of an attempt at a problem."""
+
+    reward: float
+    tokens: int | None
+    """How many tokens the policy wrote for it; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt at a problem."""
+
+    prompt: Prompt
+    index: int
+    """Counts the attempts at this problem, from 0."""
+    sampling: Sampling
+    seeds: str
+    """The first part of the names of its seeds."""
+
+
+Solve = Callable[[Attempt], Awaitable[Solution | None]]
+"""Tries a problem; None if the prompt leaves no room for an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The lengths and rewards of a prompt's answers."""
+
+    prompt: Prompt
+    lengths: tuple[int, ...]
+    """Empty if the prompt left no room for an answer."""
+    rewards: tuple[float | None, ...]
+    """None if the prompt left no room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +147,58 @@ def by_chat(client: "openai.AsyncOpenAI", model: str, verify: Verifier, *, most:
         return Solution(reward=reward, tokens=made.usage.completion_tokens if made.usage else None)
 
     return solve
+
+
+def by_tokens(sample: SampleFunction, tokenizer: ChatTokenizer, verify: Verifier) -> Solve:
+    """Attempts of one answer each, by a function that samples tokens."""
+
+    async def solve(attempt: Attempt) -> Solution | None:
+        prompt = attempt.prompt
+        tokens = tokenizer.render(prompt.messages, tools=prompt.tools)
+        try:
+            answer = await sample(tokens, Sampling(seed=seed_of(f"{attempt.seeds}.0")).changed(attempt.sampling))
+        except PromptTooLong:
+            return None
+        written = answer.tokens.tolist()
+        return Solution(reward=await verify(prompt, tokenizer.decode(written)), tokens=len(written))
+
+    return solve
+
+
+async def attempted(
+    solve: Solve, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling, seed: int = 0
+) -> list[Answered]:
+    """Try every problem `samples_per_prompt` times, all at once.
+
+    Each attempt has seeds of its own, made of `seed`, unless `sampling` has one.
+    """
+
+    async def one(prompt: Prompt, index: int) -> Solution | None:
+        seeds = f"{evaluation_seeds(seed, 0, prompt.id)}.{index}"
+        return await solve(Attempt(prompt=prompt, index=index, sampling=sampling, seeds=seeds))
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [[tasks.create_task(one(prompt, index)) for index in range(samples_per_prompt)] for prompt in prompts]
+    found = [[task.result() for task in group] for group in asked]
+    return [
+        Answered(
+            prompt=prompt,
+            lengths=tuple(one.tokens for one in solutions if one is not None and one.tokens is not None),
+            rewards=tuple(None if one is None else one.reward for one in solutions),
+        )
+        for prompt, solutions in zip(prompts, found, strict=True)
+    ]
+
+
+def summary(answered: Sequence[Answered], pass_at: Sequence[int] = ()) -> EvalResult:
+    """The result of these answers, with pass@k for these k."""
+    lengths = [length for entry in answered for length in entry.lengths]
+    return EvalResult.of([entry.rewards for entry in answered], lengths, pass_at=pass_at)
+
+
+def summaries_by(answered: Sequence[Answered], column: str, pass_at: Sequence[int] = ()) -> dict[str, EvalResult]:
+    """The results by a metadata column of the prompts, numbers in ascending order."""
+    groups: dict[str, list[Answered]] = {}
+    for entry in answered:
+        groups.setdefault(entry.prompt.metadata.get(column, ""), []).append(entry)
+    return {key: summary(groups[key], pass_at) for key in sorted(groups, key=lambda key: (key.rjust(20), key))}

@@ -1,191 +1,235 @@
-"""Evaluation settings, the same for a run and for `apps/eval`."""
+"""Evaluates a policy on a set of prompts: has them tried, and computes the scores.
 
-import re
-from collections.abc import Iterator
-from dataclasses import asdict, field, replace
-from pathlib import Path
-from typing import Any, Literal
+pass@k is the probability that at least one of k samples is right. With c of n samples right, its unbiased estimate is
+`1 - C(n - c, k) / C(n, k)`; the same n samples serve every k up to n. avg@n is the mean reward.
 
-from goaly.base.config.settings import PositiveInt, Section, Settings
-from goaly.generate.settings import SamplingSettings
-from goaly.prompts.prompt import Split
-from goaly.prompts.settings import (
-    ArithmeticSettings,
-    ColumnSettings,
-    PromptSettings,
-    ReasoningGymSettings,
-    absent_files,
-    idle_tasks,
-    source_problems,
-)
-from goaly.reward.settings import verifier_problems
+A prompt that leaves no room for an answer is not solved: its samples have the reward None, which counts as 0.
+"""
 
-HELD_OUT = "held_out"
-"""Name of the only set where `sets` is empty."""
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import comb
+from statistics import fmean
+from typing import Any
+
+from goaly.base.errors import ConfigError
+from goaly.prompts.mixture import distinct_prompts
+from goaly.prompts.prompt import PASS_REWARD, Prompt, Split
+from goaly.prompts.settings import PromptSettings
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
+from goaly.rollout.running_episodes import Failed
+
+logger = logging.getLogger(__name__)
 
 
-class EvaluationSet(Settings):
-    """Problems of an evaluation: of a task, of files, or the held-out share of `prompts`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """The lengths of answers, in tokens."""
 
-    task: str | None = None
-    """The built-in task that makes the problems. Only held-out problems are asked, if the run trains on the task."""
-    arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, if `task` is arithmetic."""
-    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
-    """The data set, if `task` is reasoning_gym, with `verifier: goaly.prompts.tasks.reasoning_gym:verify`."""
-    files: tuple[str, ...] = ()
-    """JSONL or Parquet files in the format of `prompts.files`; any problem in them may be asked. Without `task` and
-    `files` the set is the held-out share of `prompts`."""
-    columns: ColumnSettings = field(default_factory=ColumnSettings)
-    """Names of the columns of `files`."""
-    prompts: PositiveInt | Literal["all"] = "all"
-    """Number of problems, each of which is asked once; "all": all problems of the files. A task needs a number."""
-    samples_per_prompt: PositiveInt = 1
-    """Answers sampled for each problem. pass@k needs at least k of them."""
-    pass_at: tuple[int, ...] = ()
-    """Values of k for which pass@k is reported, beside pass@1; empty: the powers of two up to `samples_per_prompt`, and
-    `samples_per_prompt` itself. avg@n, the mean reward, is over all n samples."""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """Keys of `sampling` that differ for this set, such as `{temperature: 0.6, top_p: 0.95, max_tokens: 512}`."""
-    verifier: str | None = None
-    """Function that scores the answers, as `package.module:function`; null is `reward.verifier`. It runs in
-    `reward.workers` processes of its own, with the limits of `reward`."""
+    mean: float
+    median: int
+    p95: int
+    longest: int
 
-    @property
-    def count(self) -> int | None:
-        """The number of problems; None is all."""
-        return None if self.prompts == "all" else self.prompts
-
-    def source(self, prompts: PromptSettings) -> tuple[PromptSettings, Split]:
-        """The source of the problems and the split of it that is asked, in a run that trains on `prompts`."""
-        if self.files:
-            return PromptSettings(task=None, files=self.files, columns=self.columns, held_out_fraction=0.0), Split.TRAIN
-        if self.task is None:
-            return prompts, Split.HELD_OUT
-        fraction = prompts.held_out_fraction  # a problem's split depends on the problem and the fraction alone
-        source = PromptSettings(
-            task=self.task,
-            arithmetic=self.arithmetic,
-            reasoning_gym=self.reasoning_gym,
-            held_out_fraction=fraction,
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> "Lengths":
+        """The summary of these lengths."""
+        ordered = sorted(lengths)
+        return cls(
+            mean=fmean(ordered),
+            median=ordered[len(ordered) // 2],
+            p95=ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
+            longest=ordered[-1],
         )
-        return source, Split.HELD_OUT if fraction > 0 else Split.TRAIN
-
-    def sampled(self, sampling: SamplingSettings) -> SamplingSettings:
-        """The sampling parameters of this set, if `sampling` has those of all others."""
-        return replace(sampling, **self.sampling)
-
-    def _problems(self, at: Section) -> Iterator[str]:
-        if self.task is not None or self.files:
-            yield from source_problems(self, at)
-        else:
-            yield from idle_tasks(None, at)
-        if not self.files:
-            yield from at.columns.idle(f"{at}files is empty")
-        if self.task is not None and self.count is None:
-            yield f"{at.prompts}: must be a number where {at}task makes problems without end"
-        for k in self.pass_at:
-            if not 1 <= k <= self.samples_per_prompt:
-                yield f"{at.pass_at}: {k} must be at least 1 and at most {at.samples_per_prompt}"
-        if self.verifier is not None:
-            yield from verifier_problems(self.verifier, at)
 
 
-class EvaluationSettings(Settings):
-    """Problems on which the policy is evaluated: the held-out share of `prompts`, or `sets`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """An evaluation's numbers."""
 
-    every: PositiveInt | None = None
-    """Policy versions between evaluations of all sets that run beside training, on the generators that also sample for
-    it; null: only where the script asks. An answer is of the version at the start of its evaluation or of a newer one.
-    An evaluation that is due while the one before is still running is skipped: raise `every`, or ask fewer prompts."""
-    prompts: PositiveInt = 256
-    """Number of held-out prompts, each of which is asked once, if there are no `sets`."""
-    samples_per_prompt: PositiveInt = 1
-    """Answers sampled for each of them."""
-    temperature: float | None = None
-    """Their sampling temperature; 0 decodes greedily, null is `sampling.temperature`."""
-    sets: dict[str, EvaluationSet] = field(default_factory=dict)
-    """Named sets instead, such as `{aime: {files: [aime.jsonl], samples_per_prompt: 16, pass_at: [8]}, held_out:
-    {prompts: 256}}`. `pass_at_1_before` and `pass_at_1_after` in `summary.json` are those of the first set. Each set
-    has these keys:"""
+    prompts: int
+    samples_per_prompt: int
+    pass_at: Mapping[int, float]
+    """pass@k for 1 and each requested k; without a request for 1, 2, 4, … and the number of samples."""
+    average: float
+    """avg@n: the mean reward of all samples."""
+    lengths: Lengths | None = None
+    too_long: int = 0
+    """Prompts that left no room for an answer; they count as not solved."""
+    failed: int = 0
+    """Samples whose episode failed; their reward is 0."""
 
     @property
-    def named(self) -> dict[str, EvaluationSet]:
-        """Every set by its name."""
-        if self.sets:
-            return self.sets
-        sampling = {} if self.temperature is None else {"temperature": self.temperature}
-        asked = EvaluationSet(prompts=self.prompts, samples_per_prompt=self.samples_per_prompt, sampling=sampling)
-        return {HELD_OUT: asked}
+    def pass_at_1(self) -> float:
+        """The share of right samples."""
+        return self.pass_at[1]
 
     @property
-    def verifiers(self) -> tuple[str, ...]:
-        """The verifiers that sets name."""
-        return tuple(dict.fromkeys(self.verifiers_by_key("").values()))
+    def scores(self) -> dict[str, float]:
+        """All scores by name, such as `pass@1` and `avg@16`."""
+        passes = {f"pass@{k}": value for k, value in self.pass_at.items()}
+        return passes | {f"avg@{self.samples_per_prompt}": self.average}
 
-    def verifiers_by_key(self, prefix: str = "evaluation.") -> dict[str, str]:
-        """The verifiers that sets name, by their keys. `prefix` is this section's path with its dot."""
-        named = {f"{prefix}{self.key(name)}verifier": one.verifier for name, one in self.named.items()}
-        return {key: verifier for key, verifier in named.items() if verifier is not None}
-
-    def key(self, name: str) -> str:
-        """The path of a set's keys below this section's, with its dot."""
-        return f"sets.{name}." if self.sets else ""
-
-    def _problems(self, at: Section) -> Iterator[str]:
-        for name in self.sets:
-            if not re.fullmatch(r"[\w-]+", name):
-                yield f"{at}sets: {name!r} must be a name of letters, digits, _ and -"
-        if self.sets:
-            yield from at.idle(f"{at}sets have their own", "prompts", "samples_per_prompt", "temperature")
-
-    def problems_beside(
-        self, at: Section, prompts: PromptSettings, sampling: SamplingSettings, max_context: int
-    ) -> Iterator[str]:
-        """One line for each setting that cannot work with a run's `prompts`, `sampling` and context length, except for
-        files that do not exist (`absent_files`)."""
-        if self.problems("") or any(one.problems("") for one in self.sets.values()):
-            return  # the sections' own
-        for name, one in self.named.items():
-            key = f"{at}{self.key(name)}"
-            yield from _sampling_problems(one, f"{key}sampling" if self.sets else key[:-1], sampling, max_context)
-            if not prompts.problems("") and (problem := _source_problem(one, key, prompts)) is not None:
-                yield problem
-
-
-def _sampling_problems(one: EvaluationSet, key: str, sampling: SamplingSettings, max_context: int) -> list[str]:
-    from goaly.base.config.check import check  # imports pydantic, which `--help` does not need
-
-    _, problems = check(SamplingSettings, asdict(sampling) | one.sampling, key)
-    found = [problem for problem in problems if re.split(r"[=:]", problem)[0].split(".")[-1] in one.sampling]
-    longest = one.sampling.get("max_tokens")
-    if not found and longest is not None and longest >= max_context:
-        found.append(f"{key}.max_tokens={longest}: must leave room for a prompt in a context of {max_context} tokens")
-    return found
-
-
-def _source_problem(one: EvaluationSet, key: str, prompts: PromptSettings) -> str | None:
-    from goaly.prompts.mixture import empty_split, unreadable
-
-    of_training = (prompts.files, *(source.files for source in prompts.sources))
-    trained = {Path(file).resolve() for files in of_training for file in files}
-    if both := sorted(file for file in one.files if Path(file).resolve() in trained):
-        return (
-            f"{key}files: {', '.join(both)} must not be a file of `prompts`, on which the run trains; a set without "
-            "`task` and `files` asks the held-out share of `prompts`"
+    @classmethod
+    def of(
+        cls,
+        rewards: Sequence[Sequence[float | None]],
+        lengths: Sequence[int] = (),
+        *,
+        pass_at: Sequence[int] = (),
+    ) -> "EvalResult":
+        """The result of these rewards: a list for each prompt, all of the same length. None (no room for an answer)
+        counts as 0. `pass_at` lists the k of pass@k; empty is the powers of two and the number of samples."""
+        if not rewards or not rewards[0]:
+            raise ValueError("an evaluation needs at least one prompt and one sample")
+        samples = len(rewards[0])
+        if any(len(group) != samples for group in rewards):
+            raise ValueError(f"every prompt must have {samples} samples, as the first one has")
+        counted = [[reward or 0.0 for reward in group] for group in rewards]
+        right = [sum(reward >= PASS_REWARD for reward in group) for group in counted]
+        return cls(
+            prompts=len(rewards),
+            samples_per_prompt=samples,
+            pass_at={k: fmean(pass_at_k(samples, count, k) for count in right) for k in _ks(samples, pass_at)},
+            average=fmean(reward for group in counted for reward in group),
+            lengths=Lengths.of(lengths) if lengths else None,
+            too_long=sum(None in group for group in rewards),
+            failed=sum(isinstance(reward, Failed) for group in rewards for reward in group),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of one policy version on several sets."""
+
+    policy_version: int
+    """The version at its start. Every answer is of this version or a newer one."""
+    results: Mapping[str, EvalResult]
+    newest_version: int | None = None
+    """The newest version that may have answered: the trainer's, at its end. None if that was still `policy_version`."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All scores, as `evaluation/SET/pass@1`, and `evaluation/SET/too_long` and `failed` if they are not 0."""
+        scores = {
+            f"evaluation/{name}/{key}": float(value)
+            for name, result in self.results.items()
+            for key, value in (_lost(result) | result.scores).items()
+        }
+        return scores | {f"evaluation/{key}": float(value) for key, value in self._newest.items()}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The version, and for each set the numbers of prompts, of those that are too long and of failed samples, if
+        any, and all scores."""
+        sets = {
+            name: {"prompts": result.prompts, **_lost(result), **result.scores} for name, result in self.results.items()
+        }
+        return {"policy_version": self.policy_version, **self._newest, "sets": sets}
+
+    @classmethod
+    def recorded(cls, line: Mapping[str, Any], prompts: Mapping[str, int]) -> "Evaluation":
+        """The evaluation whose version and metrics these are; `prompts` has the number of prompts of each set."""
+        sets: dict[str, dict[str, float]] = {}
+        for key, value in line.items():
+            if key.count("/") == 2:
+                _, name, score = key.split("/")
+                sets.setdefault(name, {})[score] = value
+        results = {}
+        for name, scores in sets.items():
+            (average,) = [score for score in scores if score.startswith("avg@")]
+            results[name] = EvalResult(
+                prompts=prompts.get(name, 0),
+                samples_per_prompt=int(average.removeprefix("avg@")),
+                pass_at={int(key.removeprefix("pass@")): scores[key] for key in scores if key.startswith("pass@")},
+                average=scores[average],
+                too_long=int(scores.get("too_long", 0)),
+                failed=int(scores.get("failed", 0)),
+            )
+        newest = line.get("evaluation/newest_version")
+        return cls(
+            policy_version=line["policy_version"],
+            results=results,
+            newest_version=None if newest is None else int(newest),
+        )
+
+    @property
+    def _newest(self) -> dict[str, int]:
+        return {} if self.newest_version is None else {"newest_version": self.newest_version}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """A named set and its problems."""
+
+    name: str
+    settings: EvaluationSet
+    prompts: tuple[Prompt, ...]
+
+
+class ProblemSets:
+    """The evaluation sets of a run, read once: every evaluation asks the same problems."""
+
+    def __init__(self, settings: EvaluationSettings, prompts: PromptSettings):
+        """`prompts` are the settings of the training data. Logs a warning if a set has fewer problems than
+        requested."""
+        self._sets = {
+            name: ProblemSet(
+                name=name, settings=one, prompts=_prompts(one, f"evaluation.{settings.key(name)}", prompts)
+            )
+            for name, one in settings.named.items()
+        }
+
+    def chosen(self, names: Iterable[str] | None = None) -> list[ProblemSet]:
+        """The sets of these names, or all of them, in their order in the settings."""
+        wanted = list(self._sets if names is None else names)
+        if unknown := [name for name in wanted if name not in self._sets]:
+            known = ", ".join(self._sets)
+            raise ValueError(f"no evaluation set is named {', '.join(unknown)}; known are {known}")
+        return [one for name, one in self._sets.items() if name in wanted]
+
+
+def _prompts(one: EvaluationSet, key: str, prompts: PromptSettings) -> tuple[Prompt, ...]:
     source, split = one.source(prompts)
-    if any(absent_files(source, Section(source, ""))):
-        return None  # which the whole reports
-    if (why := unreadable(source)) is not None:
-        return f"{'prompts.' if source is prompts else key}files: {why}"
-    if source is not prompts:
-        why = empty_split(source, split)
-        return why and f"{key}prompts={one.prompts}: there is no such problem: {why}"
-    if one.count is None and any(each.task is not None for each in prompts.sources or (prompts,)):
-        return f"{key}prompts=all: must be a number where a task of `prompts` makes problems without end"
-    why = "it holds out none" if prompts.held_out_fraction == 0 else empty_split(source, split)
-    return why and (
-        f"prompts.held_out_fraction={prompts.held_out_fraction}: must be higher where an evaluation asks held-out "
-        f"prompts, or give evaluation.sets problems of their own: {why}"
-    )
+    found = distinct_prompts(source, split, one.count)
+    kind = "held-out problems" if split is Split.HELD_OUT else "problems"
+    if not found:
+        raise ConfigError([f"{key}prompts={one.prompts}: there are no {kind}"])
+    if one.count is not None and len(found) < one.count:
+        logger.warning(
+            "%sprompts=%d: there are only %d different %s; each is asked once", key, one.count, len(found), kind
+        )
+    return tuple(replace(prompt, verifier=one.verifier) for prompt in found) if one.verifier else found
+
+
+def warn_of_long_prompts(name: str, result: EvalResult) -> None:
+    """Log a warning if prompts of this set are too long for the context."""
+    if result.too_long:
+        long = f"{result.too_long} of {result.prompts} prompts"
+        why = "leave no room for an answer in the context and count as not solved"
+        logger.warning("evaluation set %s: %s %s", name, long, why)
+
+
+def warn_of_failures(name: str, rewards: Sequence[Sequence[float | None]]) -> None:
+    """Log a warning with the reason of the last sample of this set whose episode failed."""
+    if failed := [reward for group in rewards for reward in group if isinstance(reward, Failed)]:
+        samples = sum(map(len, rewards))
+        why = f"count reward 0, because their episodes failed; the last: {failed[-1].why}"
+        logger.warning("evaluation set %s: %d of %d samples %s", name, len(failed), samples, why)
+
+
+def _lost(result: EvalResult) -> dict[str, int]:
+    counts = {"too_long": result.too_long, "failed": result.failed}
+    return {name: count for name, count in counts.items() if count}
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `samples` samples, `right` of them right."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k}: must be at least 1 and at most the number of samples, {samples}")
+    return 1 - comb(samples - right, k) / comb(samples, k)
+
+
+def _ks(samples: int, asked: Sequence[int]) -> list[int]:
+    return sorted({1, *asked} if asked else {samples, *(1 << power for power in range(samples.bit_length()))})

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from goaly.base.atomic_files import put_file
-from goaly.rollout.running import RunningEpisode
+from goaly.rollout.running_episodes import RunningEpisode
 
 logger = logging.getLogger(__name__)
 

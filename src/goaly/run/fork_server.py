@@ -51,7 +51,7 @@ FORKED = {
     "reference": TRAINED,
     "critic": (*TRAINED, "goaly.train.critic_engine"),
     "generator": (
-        "goaly.generate.engine",
+        "goaly.generate.vllm_engine",
         "goaly.generate.vllm_model",
         "vllm.v1.worker.cpu_worker",
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from goaly.base.errors import RunFailed, first_error
-from goaly.rollout.evaluation_result import Evaluation
+from goaly.rollout.evaluation import Evaluation
 
 
 class PeriodicEvaluation:

@@ -20,7 +20,7 @@ from pathlib import Path
 from goaly.base.atomic_files import put_in_place, remove
 from goaly.base.errors import first_error
 from goaly.plan.config import SaveSettings
-from goaly.rollout.evaluation_result import Evaluation
+from goaly.rollout.evaluation import Evaluation
 from goaly.run.stages import TrainerStage
 
 logger = logging.getLogger(__name__)

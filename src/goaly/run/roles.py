@@ -15,7 +15,7 @@ from goaly.plan.config import RunConfig
 from goaly.plan.placement import Placed, Processes
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool_actor import RewardPool
-from goaly.rollout.worker import RolloutWorker
+from goaly.rollout.rollout_worker import RolloutWorker
 from goaly.run.hosts import Hosts
 from goaly.run.process_agent import rendezvous
 from goaly.run.replaceable import Replaceable

@@ -15,9 +15,9 @@ from goaly.base.errors import RunFailed, first_error, root_cause
 from goaly.generate.connection import POISON_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
-from goaly.rollout.group import NO_ROOM, GroupSummary
-from goaly.rollout.running import EvaluationFailed, Failed
-from goaly.rollout.worker import RolloutWorker
+from goaly.rollout.group_runner import NO_ROOM, GroupSummary
+from goaly.rollout.rollout_worker import RolloutWorker
+from goaly.rollout.running_episodes import EvaluationFailed, Failed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Lost, Replaceable
 from goaly.run.waiting import ANSWER_SECONDS, reporting

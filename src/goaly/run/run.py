@@ -19,9 +19,8 @@ from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
 from goaly.plan.config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
-from goaly.rollout.evaluation_result import EvalResult, Evaluation, warn_of_failures, warn_of_long_prompts
-from goaly.rollout.evaluation_sets import ProblemSets
-from goaly.rollout.running import EvaluationFailed
+from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
+from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints
 from goaly.run.periodic import PeriodicEvaluation

@@ -36,7 +36,7 @@ from goaly.plan.dry_run import placed, spare_on
 from goaly.plan.placement import Processes, processes
 from goaly.plan.spare import with_spare
 from goaly.rollout.episode import EpisodeFunction
-from goaly.rollout.worker import RolloutWorker, pickled
+from goaly.rollout.rollout_worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.hosts import Hosts

@@ -34,7 +34,7 @@ from goaly.reward.verifier_process import VerifierError
 from goaly.rollout import failed_episodes
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.failed_episodes import FailedEpisodes
-from goaly.rollout.group import GroupRunner
+from goaly.rollout.group_runner import GroupRunner
 from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory
 from tests import virtual_time
@@ -120,10 +120,10 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
     runs: Runs, limit: dict[str, Any], answers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """RG-4."""
-    caplog.set_level("INFO", "goaly.rollout.group")
+    caplog.set_level("INFO", "goaly.rollout.group_runner")
     group = await runs.group(going_on, **limit)
     assert isinstance(group, Group), group
-    told = [record.getMessage() for record in caplog.records if record.name == "goaly.rollout.group"]
+    told = [record.getMessage() for record in caplog.records if record.name == "goaly.rollout.group_runner"]
     assert sorted(text.partition(": ")[0] for text in told) == [
         f"episode {sample} of prompt q1 was cut off" for sample in (0, 1)
     ]

@@ -10,7 +10,7 @@ import pytest
 from bench import parity
 from bench.parity import LEAST_TOKENS, in_turns
 from bench.parity_result import Combination, Result, Sampled, markdown
-from goaly.generate.scheduling import SchedulingCounts
+from goaly.generate.scheduling_counter import SchedulingCounts
 
 
 def result(*, differing: int = 0, bitwise: float = 1.1, preemptions: int = 4, tokens: int = LEAST_TOKENS) -> Result:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from goaly.base.errors import ReplicaLost
-from goaly.generate.clients import Quarantine
+from goaly.generate.connection import Quarantine
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
 from goaly.generate.streamed_answer import OnPart

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from goaly.base.errors import PoisonRequest
-from goaly.generate.clients import Quarantine
-from goaly.generate.connection import POISON_DEATHS
+from goaly.generate.connection import POISON_DEATHS, Quarantine
 from tests.unit.generate.fake_replicas import POISON, Fleet, announce, ask, settled
 
 

@@ -190,8 +190,8 @@ def _same_gradients(mine: torch.Tensor, plain: torch.Tensor, given: list[torch.T
 
 
 def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None:  # train-10, train-9
-    from goaly.generate.engine import Engine
     from goaly.generate.settings import GeneratorSettings
+    from goaly.generate.vllm_engine import VllmEngine
     from goaly.numerics.bitwise_backend import use_exact_logprobs
     from goaly.parity import compared, mixed_requests, rows_of, sampled
     from goaly.train.train_engine import TrainEngine
@@ -201,7 +201,7 @@ def a_trainer_computes_the_log_probs_that_vllm_sampled_to_the_last_bit() -> None
             folder = str(write(Path(made) / "model"))
             model = ModelSettings(path=folder, dtype=dtype, numerics="bitwise")
             settings = GeneratorSettings(max_running=3, max_context=48, max_step_tokens=48, kv_cache_gib=0.002)
-            engine = Engine(settings, model)
+            engine = VllmEngine(settings, model)
             use_exact_logprobs(engine._vllm.model_executor.driver_worker.worker.model_runner.sampler)
             sequences = sampled(engine, mixed_requests(4, vocabulary=30, longest=16, temperature=temperature))
             trainer = TrainEngine(model, TrainerSettings(temperature=temperature, microbatch_rows=2))

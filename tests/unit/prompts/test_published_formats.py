@@ -15,8 +15,8 @@ from goaly.prompts.mixture import unreadable
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.settings import ColumnSettings, PromptSettings
 from goaly.prompts.stream import PromptStream
-from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
-from goaly.rollout.evaluation_sets import ProblemSets
+from goaly.rollout.evaluation import ProblemSets
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
 
 DAPO = ColumnSettings(answer="reward_model.ground_truth", id="extra_info.index", source="data_source")
 BOXED = "{prompt}\n\nPut your final answer within \\boxed{}."

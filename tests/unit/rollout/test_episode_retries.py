@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
+from test_group_runner import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
 from goaly.base.telemetry.metrics import count as counted
 from goaly.environments.protocol import (
@@ -23,7 +23,7 @@ from goaly.environments.protocol import (
 from goaly.generate.request import Finish, Sample, seed_of
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.group import GroupSummary
+from goaly.rollout.group_runner import GroupSummary
 from goaly.trajectory import Trajectory
 
 LOST = (EnvironmentDied, EnvironmentTimeout, Disconnected, Unsent, EnvironmentFailed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from goaly.base import registry as dotted_path
-from goaly.rollout.worker import pickled
+from goaly.rollout.rollout_worker import pickled
 
 
 def in_main(name: str, like: Any = None) -> FunctionType:

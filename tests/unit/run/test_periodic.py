@@ -15,8 +15,8 @@ import pytest
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
 from goaly.plan.config import RunConfig, SaveSettings
-from goaly.rollout.evaluation import EvaluationSettings
-from goaly.rollout.running import EvaluationFailed
+from goaly.rollout.evaluation_settings import EvaluationSettings
+from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.run import Run
 from goaly.run.start import started
 

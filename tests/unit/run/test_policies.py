@@ -9,7 +9,7 @@ import pytest
 from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import RunFailed
 from goaly.plan.config import SaveSettings
-from goaly.rollout.evaluation_result import EvalResult, Evaluation
+from goaly.rollout.evaluation import EvalResult, Evaluation
 from goaly.run.policies import SavedPolicies
 
 NO_SPACE = "trainer.save failed: OSError: [Errno 28] No space left on device"

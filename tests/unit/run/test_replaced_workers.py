@@ -11,7 +11,7 @@ from goaly.agents.session_files import SessionFiles
 from goaly.backlog.events import CANCELLED, Ticket
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Prompt
-from goaly.rollout.group import GroupSummary
+from goaly.rollout.group_runner import GroupSummary
 from goaly.run.replaceable import Replaceable, Restarts
 from goaly.run.rollouts import CANCEL_SECONDS, RolloutStage
 from tests import virtual_time

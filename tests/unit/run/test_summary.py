@@ -10,9 +10,9 @@ import pytest
 
 from goaly.base.config import load
 from goaly.plan.config import RunConfig
-from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
-from goaly.rollout.evaluation_result import EvalResult, Evaluation
-from goaly.rollout.running import Failed
+from goaly.rollout.evaluation import EvalResult, Evaluation
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
+from goaly.rollout.running_episodes import Failed
 from goaly.run.run import Run
 from goaly.run.start import write_summary
 

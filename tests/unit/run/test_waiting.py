@@ -13,8 +13,8 @@ from goaly.backlog.group_queue import Wait
 from goaly.base.errors import RunFailed
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt
-from goaly.rollout.group import GroupSummary
-from goaly.rollout.running import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
+from goaly.rollout.group_runner import GroupSummary
+from goaly.rollout.running_episodes import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
 from goaly.run import waiting
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable import Lost, Replaceable

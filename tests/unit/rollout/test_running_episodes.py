@@ -7,17 +7,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_episode import completion
-from test_group import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
+from test_group_runner import PROMPT, TICKET, FakeQueue, FakeSampler, ask_once, runner
 
 from goaly.backlog.events import Ticket
 from goaly.base.config.check import check
 from goaly.base.errors import EpisodeError
 from goaly.prompts.prompt import Prompt
-from goaly.rollout import running
+from goaly.rollout import running_episodes as running
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.running import CANCEL_SECONDS, DONE, GENERATING, JUDGED, OWN_CODE, WAITING, GroupProgress, within
+from goaly.rollout.rollout_worker import _RemoteRewards
+from goaly.rollout.running_episodes import (
+    CANCEL_SECONDS,
+    DONE,
+    GENERATING,
+    JUDGED,
+    OWN_CODE,
+    WAITING,
+    GroupProgress,
+    within,
+)
 from goaly.rollout.settings import RolloutSettings
-from goaly.rollout.worker import _RemoteRewards
 from goaly.trajectory import Trajectory
 from tests import virtual_time
 

@@ -39,8 +39,8 @@ from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_pool import Judge
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.failed_episodes import FAILED_FOLDER, FailedEpisodes
-from goaly.rollout.group import GroupRunner, GroupSummary
-from goaly.rollout.running import GroupProgress
+from goaly.rollout.group_runner import GroupRunner, GroupSummary
+from goaly.rollout.running_episodes import GroupProgress
 from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group
 

@@ -21,10 +21,10 @@ from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
 from goaly.reward.failures import Unscored
 from goaly.reward.verifier_process import VerifierError
-from goaly.rollout import group as group_module
+from goaly.rollout import group_runner as group_module
 from goaly.rollout.episode import Episode, EpisodeContext
-from goaly.rollout.group import GroupRunner, GroupSummary
-from goaly.rollout.running import EvaluationFailed, Failed
+from goaly.rollout.group_runner import GroupRunner, GroupSummary
+from goaly.rollout.running_episodes import EvaluationFailed, Failed
 from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory
 

@@ -37,7 +37,6 @@ from vllm.v1.engine import FinishReason
 
 from goaly.base.errors import ConfigError
 from goaly.base.process import frozen
-from goaly.generate.engine_arguments import engine_arguments
 from goaly.generate.expert_choices import ChoiceRecorder
 from goaly.generate.grammars import ENDED, Grammars, refused
 from goaly.generate.request import (
@@ -51,10 +50,10 @@ from goaly.generate.request import (
     duplicate_request,
 )
 from goaly.generate.sampling_parameters import limits_of, parameters
-from goaly.generate.scheduling import SchedulingCounter
+from goaly.generate.scheduling_counter import SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import AnswerPart
-from goaly.generate.unnamed import leave_no_named_shared_memory, unname_semaphores
+from goaly.generate.vllm_setup import engine_arguments, leave_no_named_shared_memory, unname_semaphores
 from goaly.models.architecture import architecture, read_config
 from goaly.models.definition import versioned_tensors
 from goaly.models.device import keep_pinned_sizes
@@ -86,9 +85,9 @@ class _Running:
     stops: StopStrings | None = None
     """Searches the answer for the request's stop strings; None: it has none."""
     streams: bool = False
-    """Whether `Engine.parts` gives its tokens."""
+    """Whether `VllmEngine.parts` gives its tokens."""
     given: int = 0
-    """The number of tokens that `Engine.parts` has given."""
+    """The number of tokens that `VllmEngine.parts` has given."""
 
     def wrote(self, tokens: list[int], logprobs: list[float], version: int, free_logprob: float | None) -> None:
         """Add the tokens that a step sampled. A form has changed the log-prob of one that would have `free_logprob`."""
@@ -111,7 +110,7 @@ class _Running:
         return Sample.of(*columns, finish, stop, self.choices, self.form_weights or None)
 
 
-class Engine:
+class VllmEngine:
     """A vLLM engine over one Hugging Face folder, at policy version 0 until weights are applied."""
 
     def __init__(
@@ -337,7 +336,7 @@ class Engine:
         """Take vLLM's outputs of a step; the samples that it ended, and errors."""
         ended: list[tuple[str, Sample | InvalidRequest]] = []
         stopped = []
-        free = self._grammars.free_logprobs(outputs, lambda key: self._requests[key].sampling.temperature)
+        free = self._grammars.unmasked_logprobs(outputs, lambda key: self._requests[key].sampling.temperature)
         for output in outputs:
             request = self._requests[output.request_id]
             if output.finish_reason is FinishReason.ERROR:

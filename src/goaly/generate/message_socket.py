@@ -26,7 +26,7 @@ from goaly.base.process import give_up, is_own_user
 LENGTH = struct.Struct("<Q")
 
 
-class Line(asyncio.Protocol):
+class MessageSocket(asyncio.Protocol):
     """One end of a line."""
 
     def __init__(self, received: Callable[[Any], None], ended: Callable[[], None]):
@@ -124,7 +124,7 @@ class Listener:
         self._socket.bind(self.address)
         self._socket.listen(1)
 
-    async def take(self, received: Callable[[Any], None], ended: Callable[[], None]) -> Line:
+    async def take(self, received: Callable[[Any], None], ended: Callable[[], None]) -> MessageSocket:
         """This end of the line, once the other process has opened it."""
         loop = asyncio.get_running_loop()
         while True:
@@ -133,7 +133,7 @@ class Listener:
                 break
             end.close()
         self.close()
-        _, line = await loop.connect_accepted_socket(lambda: Line(received, ended), end)
+        _, line = await loop.connect_accepted_socket(lambda: MessageSocket(received, ended), end)
         return line
 
     def close(self) -> None:
@@ -141,9 +141,9 @@ class Listener:
         self._socket.close()
 
 
-async def open_line(address: str, received: Callable[[Any], None], ended: Callable[[], None]) -> Line:
+async def open_socket(address: str, received: Callable[[Any], None], ended: Callable[[], None]) -> MessageSocket:
     """The line to the listener with this address; OSError if there is none on this host."""
-    _, line = await asyncio.get_running_loop().create_unix_connection(lambda: Line(received, ended), address)
+    _, line = await asyncio.get_running_loop().create_unix_connection(lambda: MessageSocket(received, ended), address)
     return line
 
 

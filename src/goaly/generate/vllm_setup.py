@@ -1,5 +1,6 @@
 """vLLM's arguments for the engine of a replica."""
 
+import multiprocessing
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ from goaly.generate.settings import CPU_BLOCK_TOKENS, NO_ADAPTERS, GeneratorSett
 from goaly.models.architecture import Architecture
 from goaly.models.definition import prepare_torchtitan
 from goaly.models.settings import LoraSettings, ModelSettings
+from goaly.numerics.cpu_ranks import CpuRanks
 
 GIB = 1 << 30
 FREE_ENOUGH = 0.01
@@ -87,3 +89,35 @@ def _multiplies_experts_at_once(dtype: str) -> bool:
     """Whether this GPU's matrix product of experts reads itself how many rows each has. Others wait for these numbers,
     so they cannot be part of a CUDA graph."""
     return dtype == "bfloat16" and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def unname_semaphores() -> None:
+    """Before an engine's start: give vLLM and its progress bars locks without names.
+
+    Under the start method "spawn", which Monarch's processes have, a lock keeps its name until its process ends well.
+    """
+    from tqdm.std import TqdmDefaultWriteLock
+    from vllm.v1.executor import uniproc_executor
+
+    nameless = multiprocessing.get_context("fork")
+    uniproc_executor.Lock = nameless.Lock
+    if not hasattr(TqdmDefaultWriteLock, "mp_lock"):
+        TqdmDefaultWriteLock.mp_lock = nameless.RLock()
+
+
+def leave_no_named_shared_memory() -> None:
+    """Before an engine's start: let vLLM's ranks make no named shared memory.
+
+    Ranks on a CPU get ours. Message queues would keep names until the end of the start, and are not made: the rare
+    objects that ranks exchange go through the process group.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    if cpu_communicator._CPUSHMDistributed is CpuRanks:
+        return
+    cpu_communicator._CPUSHMDistributed = CpuRanks
+    make_group: Any = parallel_state.init_model_parallel_group
+    parallel_state.init_model_parallel_group = lambda *arguments, **options: make_group(
+        *arguments, **{**options, "use_message_queue_broadcaster": False}
+    )

@@ -36,7 +36,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.cut_off import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
-from goaly.rollout.running import (
+from goaly.rollout.running_episodes import (
     EpisodeTimeout,
     EvaluationFailed,
     Failed,

@@ -12,9 +12,8 @@ from goaly.generate.settings import SamplingSettings
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Split, split_of
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SourceSettings
-from goaly.rollout.evaluation import EvaluationSet, EvaluationSettings
-from goaly.rollout.evaluation_result import EvalResult, Evaluation
-from goaly.rollout.evaluation_sets import ProblemSets
+from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets
+from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
 
 TRAINED = PromptSettings(held_out_fraction=0.3)
 ONE_DIGIT = ArithmeticSettings(min_digits=1, max_digits=1)

@@ -13,7 +13,7 @@ import pytest
 
 from goaly.base.errors import ReplicaLost
 from goaly.generate.connection import Connection, Ways, Withdraw, own_name
-from goaly.generate.line import Line, Listener, open_line
+from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.streamed_answer import AnswerPart
 
@@ -37,11 +37,11 @@ class Received:
         self.end = lambda: self.ends.put_nowait(None)
 
 
-async def pair(here: Received, there: Received) -> tuple[Line, Line]:
+async def pair(here: Received, there: Received) -> tuple[MessageSocket, MessageSocket]:
     listener = Listener()
     taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
     await asyncio.sleep(0)  # it waits before the other end is opened
-    opened = await open_line(listener.address, there.messages.put_nowait, there.end)
+    opened = await open_socket(listener.address, there.messages.put_nowait, there.end)
     return await taken, opened
 
 
@@ -150,7 +150,7 @@ async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends
     turns = [connection.wait_turn(name) for name in ("never sent", "suspect")]
     connection.cancel("never sent")  # generate-2
     there = Received()
-    line = await open_line((await asked).line, there.messages.put_nowait, there.end)
+    line = await open_socket((await asked).line, there.messages.put_nowait, there.end)
     suspect = (await there.messages.get()).request_id
     assert own_name(suspect) == "suspect"
     connection.cancel("suspect")
@@ -175,7 +175,9 @@ async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends
 
 async def test_a_message_that_cannot_be_handled_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     gave_up: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr("goaly.generate.line.give_up", lambda why, error: gave_up.put_nowait(f"{why}: {error}"))
+    monkeypatch.setattr(
+        "goaly.generate.message_socket.give_up", lambda why, error: gave_up.put_nowait(f"{why}: {error}")
+    )
     here, there = Received(), Received()
     there.messages.put_nowait = Mock(side_effect=LookupError("no such client"))
     one, other = await pair(here, there)
@@ -193,7 +195,7 @@ async def test_the_end_of_a_killed_process_ends_its_line() -> None:
         process.kill()
         await here.ends.get()
     with pytest.raises(OSError, match="refused"):
-        await open_line(listener.address, here.messages.put_nowait, here.end)
+        await open_socket(listener.address, here.messages.put_nowait, here.end)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
