@@ -125,7 +125,7 @@ class Case:
 
 def measure_pass(folder: Path, name: str) -> list[Case]:
     """Estimate, then train, or compute the log-probs of a frozen model."""
-    from goaly.run.ranks import in_ranks
+    from goaly.run.rendezvous import in_ranks
 
     trains = name in CASES
     size, dtype, degrees = (CASES if trains else REFERENCES)[name]
@@ -150,7 +150,7 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
 def measure_generator(folder: Path, name: str) -> list[Case]:
     """Estimate what a generator holds, then build one."""
     from goaly.base.config import load
-    from goaly.run.ranks import in_ranks
+    from goaly.run.rendezvous import in_ranks
 
     size, tp = GENERATORS[name]
     model = _model(folder, size, "bfloat16")

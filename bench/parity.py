@@ -37,7 +37,7 @@ from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, cramped, mixed_requests, recompute_in_ranks, sample_in_ranks
-from goaly.run.ranks import fork_ranks_from_one_server
+from goaly.run.rendezvous import fork_ranks_from_one_server
 from goaly.train.settings import TrainerSettings
 from tests.random_model import write_random_llama
 

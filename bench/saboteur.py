@@ -229,9 +229,10 @@ def main() -> None:
     """Run the app of the command line with its fault."""
     from goaly.base.config import run_cli
     from goaly.plan.config import RunConfig
-    from goaly.run import serve, start
+    from goaly.run import policy_server as serve
+    from goaly.run import start
     from goaly.run.backlog_stage import BacklogStage
-    from goaly.run.serve_config import ServeConfig
+    from goaly.run.policy_server_config import PolicyServerConfig
 
     app, fault = sys.argv[1], Fault(**json.loads(sys.argv[2]))
     del sys.argv[1:3]
@@ -242,7 +243,7 @@ def main() -> None:
     starter: Any = start if trains else serve
     starter.Hosts = sabotaged(starter.Hosts, fault, door, trains=trains)
     entry: Callable[..., Any] = import_module(f"apps.{app}.main").main
-    settings: type[Any] = RunConfig if trains else ServeConfig
+    settings: type[Any] = RunConfig if trains else PolicyServerConfig
     run_cli(entry, settings, prog="python -m bench.saboteur", description="An app with a fault.")
 
 

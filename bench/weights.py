@@ -42,7 +42,7 @@ from rich.table import Table
 from bench.weights_rank import Rank
 from goaly.models.catalog import MODELS
 from goaly.models.decoder import Parameter
-from goaly.run.process_agent import rendezvous
+from goaly.run.rendezvous import rendezvous
 from goaly.weights import torchstore
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore

@@ -14,7 +14,7 @@ from goaly.base.config.help import docs  # noqa: E402
 from goaly.base.config.schema import Key, keys, plain  # noqa: E402
 from goaly.base.config.wording import show, type_words  # noqa: E402
 from goaly.plan.config import RunConfig  # noqa: E402
-from goaly.run.serve_config import ServeConfig  # noqa: E402
+from goaly.run.policy_server_config import PolicyServerConfig  # noqa: E402
 
 project = html_title = "goaly"
 extensions = ["myst_parser", "sphinx.ext.mathjax", "sphinxcontrib.mermaid"]
@@ -29,7 +29,7 @@ CONFIGS = {
     "Runs: apps.grpo, apps.ppo and apps.agent": RunConfig,
     "Supervised training: apps.sft": SftConfig,
     "Evaluation: apps.eval": EvalConfig,
-    "Serving: apps.serve": ServeConfig,
+    "Serving: apps.serve": PolicyServerConfig,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from goaly.base.process import die_with
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from tests.program import Program
 
 SERVER = "vllm.entrypoints.openai.api_server"

@@ -19,16 +19,16 @@ from goaly.base.atomic_files import writing
 from goaly.base.config import Loaded, run_cli, to_yaml
 from goaly.base.errors import first_error
 from goaly.base.telemetry import process_logs
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout
 
 logger = logging.getLogger(__name__)
 
 
-async def serve(config: ServeConfig, folder: Path) -> int:
+async def serve(config: PolicyServerConfig, folder: Path) -> int:
     """Serve until a signal ends it; the exit code."""
-    from goaly.run.serve import serving
+    from goaly.run.policy_server import serving
 
     stop_at_signals()
     try:
@@ -58,7 +58,7 @@ def stop_at_signals() -> None:
         loop.add_signal_handler(one, stop)
 
 
-def main(loaded: Loaded[ServeConfig]) -> int:
+def main(loaded: Loaded[PolicyServerConfig]) -> int:
     """Serve the policy of this config."""
     config = loaded.config
     if loaded.dry_run:
@@ -74,7 +74,7 @@ def main(loaded: Loaded[ServeConfig]) -> int:
 if __name__ == "__main__":
     run_cli(
         main,
-        ServeConfig,
+        PolicyServerConfig,
         prog="python -m apps.serve.main",
         description="Serve a policy by HTTP.",
     )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.run.ranks import in_ranks
+from goaly.run.rendezvous import in_ranks
 from goaly.train.microbatch import microbatch
 from goaly.train.rank import join_process_group
 from goaly.train.settings import TrainerSettings

@@ -38,13 +38,13 @@ from goaly.journal.run_log import LOG_FOLDER, first_version, trainers
 from goaly.plan.config import RunConfig, config_of
 from goaly.plan.dry_run import held_on_gpu
 from goaly.plan.placement import place, processes
+from goaly.plan.resumed_settings import changes
 from goaly.run.hosts import Hosts
-from goaly.run.process_agent import rendezvous
-from goaly.run.replaceable import Replaceable
-from goaly.run.resume import changes
-from goaly.run.roles import policy_trainer, trajectory_queue
-from goaly.run.stages import TrainerStage
+from goaly.run.rendezvous import rendezvous
+from goaly.run.replaceable_actors import ReplaceableActors
+from goaly.run.run_actors import policy_trainer, trajectory_queue
 from goaly.run.start import CHECKPOINT_FOLDER, POLICY_FOLDER
+from goaly.run.trainer_stage import TrainerStage
 from goaly.train.settings import TrainerSettings
 from goaly.weights.store import WeightStore
 
@@ -215,7 +215,9 @@ async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[LoggedQueu
             await rendezvous(meshes["trainer"])
             yield (
                 queue,
-                TrainerStage(Replaceable("trainer", ranks), steps=config.steps + 1, folder=folder / POLICY_FOLDER),
+                TrainerStage(
+                    ReplaceableActors("trainer", ranks), steps=config.steps + 1, folder=folder / POLICY_FOLDER
+                ),
             )
             watch.cancel()
     finally:

@@ -16,7 +16,7 @@ from random_model import VOCABULARY, write_random_model
 from goaly.generate.request import Finish, InvalidRequest, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from tests.actors import engines_in_child
 from tests.actors.engine_in_ranks import become_rank
 from tests.actors.engines_in_child import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from goaly.numerics.cpu_ranks import PLACE, CpuRanks
-from goaly.run.ranks import in_ranks
+from goaly.run.rendezvous import in_ranks
 
 pytestmark = pytest.mark.timeout(60)
 

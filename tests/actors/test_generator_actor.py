@@ -48,7 +48,7 @@ def breakable() -> type:
 async def ended(mesh: Any) -> list[asyncio.Event]:
     """An event for each process of the mesh, set once it has ended."""
     from goaly.base.process import ExitWatch
-    from goaly.run.process_agent import ProcessAgent
+    from goaly.run.process_watch import ProcessAgent
 
     marks = await mesh.spawn("agent", ProcessAgent).mark.call()
     events = [asyncio.Event() for _ in marks.values()]
@@ -58,7 +58,7 @@ async def ended(mesh: Any) -> list[asyncio.Event]:
 
 
 async def procs(count: int, role: str) -> Any:
-    from goaly.run.process_agent import rendezvous
+    from goaly.run.rendezvous import rendezvous
 
     mesh = spawn(role, count)
     if count > 1:

@@ -9,7 +9,7 @@ from random_model import write_random_model
 
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

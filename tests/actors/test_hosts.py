@@ -19,7 +19,7 @@ from goaly.plan.host_settings import HostSettings, ImaginedCluster
 from goaly.plan.placement import Processes, place
 from goaly.run.fork_server import SHARED
 from goaly.run.hosts import Hosts
-from goaly.run.process_agent import rendezvous
+from goaly.run.rendezvous import rendezvous
 from tests.loop.launched import gone_within, logging_to
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]

@@ -13,7 +13,7 @@ import yaml
 import goaly.parity
 import goaly.parity_search
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.ranks import in_ranks
+from goaly.run.rendezvous import in_ranks
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 

@@ -30,8 +30,8 @@ from goaly.rollout.episode import Episode, EpisodeContext
 from goaly.rollout.rollout_worker import RolloutWorker, pickled
 from goaly.rollout.running_episodes import GENERATING, EvaluationFailed, Failed
 from goaly.rollout.settings import RolloutSettings
-from goaly.run.replaceable import Replaceable
-from goaly.run.rollouts import RolloutStage
+from goaly.run.replaceable_actors import ReplaceableActors
+from goaly.run.rollout_stage import RolloutStage
 from goaly.trajectory import Trajectory
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="1+1="),), answer="2")
@@ -297,7 +297,7 @@ async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_r
     """WR-1"""
     long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 121),))  # 7 tokens left: hangs
     evaluation = asyncio.create_task(
-        RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, long], 2, {}, 0)
+        RolloutStage([ReplaceableActors("rollout-0", stack.worker)]).rewards([long, long], 2, {}, 0)
     )
     assert len(await stack.generator.when_under_way.call_one(4)) == 4
     evaluation.cancel()
@@ -309,7 +309,7 @@ async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_r
     unscored = replace(PROMPT, answer="raise")
     with pytest.raises(EvaluationFailed, match="prompt q1: VerifierError: "):
         await asyncio.wait_for(
-            RolloutStage([Replaceable("rollout-0", stack.worker)]).rewards([long, unscored], 2, {}, 0), 30
+            RolloutStage([ReplaceableActors("rollout-0", stack.worker)]).rewards([long, unscored], 2, {}, 0), 30
         )
     assert await asyncio.wait_for(_answer(stack.generator.when_under_way.call_one(0)), 30) == []
 

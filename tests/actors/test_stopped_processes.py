@@ -56,8 +56,8 @@ async def test_one_ranks_failure_is_the_failure_of_all_while_the_others_wait_for
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from goaly.generate.service import GeneratorService  # not above: the processes import this module for its actors
-    from goaly.run.replaceable import Replaceable
-    from goaly.run.stages import TrainerStage
+    from goaly.run.replaceable_actors import ReplaceableActors
+    from goaly.run.trainer_stage import TrainerStage
 
     monkeypatch.setitem(IMPORTS, "rollout", ())
     hosts = Hosts(HostSettings(), tmp_path, lambda *report: None, trace=False)
@@ -77,7 +77,7 @@ async def test_one_ranks_failure_is_the_failure_of_all_while_the_others_wait_for
     service = GeneratorService(replicas=1, spawn=spawn, kill=kill, announce=announce, start_minutes=5)
     async with asyncio.timeout(60):
         with pytest.raises(RunFailed, match=r"^trainer\.step failed: RuntimeError: no memory$"):
-            await TrainerStage(Replaceable("trainer", ranks), steps=1, folder=tmp_path).step(None)
+            await TrainerStage(ReplaceableActors("trainer", ranks), steps=1, folder=tmp_path).step(None)
         with pytest.raises(ExceptionGroup) as failed:
             await service.start()
     assert str(failed.value.exceptions[0]) == "generator-0 failed to start: RuntimeError: no memory"

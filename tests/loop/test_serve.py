@@ -22,8 +22,8 @@ from goaly.agents.settings import AgentSettings
 from goaly.base.errors import ConfigError
 from goaly.reward.settings import RewardSettings
 from goaly.rollout.evaluation_settings import EvaluationSettings
-from goaly.run.offered_store import STORE_FILE
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
+from goaly.run.policy_source import STORE_FILE
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 Serve = Callable[..., ServerProcess]
@@ -177,20 +177,20 @@ def test_a_server_follows_its_run_through_the_death_of_the_hub_and_of_the_run(
 
 def test_settings_of_a_server_that_cannot_work_are_told(tiny_model_folder: Path, tmp_path: Path) -> None:
     folder = str(tiny_model_folder)
-    assert ServeConfig(path=folder).problems("") == []
-    (line,) = ServeConfig(path=folder, host="0.0.0.0").problems("")
+    assert PolicyServerConfig(path=folder).problems("") == []
+    (line,) = PolicyServerConfig(path=folder, host="0.0.0.0").problems("")
     assert line == (
         "host=0.0.0.0: must be 127.0.0.1 without tokens; set tokens_file, or the environment variable GOALY_TOKENS"
     )
     tokens = tmp_path / "tokens"
     tokens.write_text("one\n\ntwo\n")
-    assert ServeConfig(path=folder, host="0.0.0.0", tokens_file=str(tokens)).problems("") == []
+    assert PolicyServerConfig(path=folder, host="0.0.0.0", tokens_file=str(tokens)).problems("") == []
     tokens.write_text("\n")
-    (line,) = ServeConfig(path=folder, tokens_file=str(tokens)).problems("")
+    (line,) = PolicyServerConfig(path=folder, tokens_file=str(tokens)).problems("")
     assert line == f"tokens_file={tokens}: has no token, must have one in each line"
-    (line,) = ServeConfig().problems("")
+    (line,) = PolicyServerConfig().problems("")
     assert line == "path=null: set either path, a model's folder, or run, the folder of a run"
-    (line,) = ServeConfig(run=folder).problems("")
+    (line,) = PolicyServerConfig(run=folder).problems("")
     assert line == f"run={folder}: has no config.yaml, must be the folder of a run"
     with pytest.raises(ConfigError, match="port"):
-        ServeConfig(path=folder, port=70000)
+        PolicyServerConfig(path=folder, port=70000)

@@ -19,7 +19,7 @@ from goaly.base.errors import ConfigError
 from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.models.tiny_model import TinyModel
 from goaly.prompts.settings import ArithmeticSettings, SupervisedSettings
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 
 TINY = TinyModel(dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, hidden_dim=32, max_context=128)

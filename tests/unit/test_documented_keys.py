@@ -14,12 +14,12 @@ from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.base.config.schema import keys
 from goaly.plan.config import RunConfig
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
-KEYS = {key.path: key for schema in (RunConfig, EvalConfig, SftConfig, ServeConfig) for key in keys(schema)}
+KEYS = {key.path: key for schema in (RunConfig, EvalConfig, SftConfig, PolicyServerConfig) for key in keys(schema)}
 SECTIONS = {path for path, key in KEYS.items() if key.section is not None and "." not in path}
 FOLDERS = {folder.name for folder in (ROOT / "src" / "goaly").iterdir() if folder.is_dir()} - SECTIONS
 MISTAKABLE = {folder for folder in FOLDERS if difflib.get_close_matches(folder, SECTIONS, cutoff=0.7)}

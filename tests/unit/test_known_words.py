@@ -14,7 +14,7 @@ from goaly.base.config.settings import Settings
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.plan.config import RunConfig
 from goaly.reward.settings import AdvantageSettings
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 
 
 def inside(annotation: Any) -> Iterator[Any]:
@@ -48,7 +48,7 @@ def sound(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
 
 
 REACHED: set[type] = set().union(
-    *(classes(schema, set()) for schema in (RunConfig, EvalConfig, SftConfig, ServeConfig))
+    *(classes(schema, set()) for schema in (RunConfig, EvalConfig, SftConfig, PolicyServerConfig))
 )
 WITH_WORDS = sorted(
     ((schema, name) for schema in REACHED for name, annotation in hints(schema).items() if words(annotation)),

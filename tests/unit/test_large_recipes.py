@@ -18,11 +18,11 @@ from goaly.models.architecture import architecture, read_config
 from goaly.models.catalog import MODELS, shape_of
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
+from goaly.plan import tiny_run
 from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe
 from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import ProblemSets
-from goaly.run import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def tiny_folder_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "FOLDER", tmp_path_factory.getbasetemp() / "tiny-models")
+    monkeypatch.setattr(tiny_run, "FOLDER", tmp_path_factory.getbasetemp() / "tiny-models")
 
 
 def config_of(file: Path, data: list[str], *overrides: str) -> RunConfig:
@@ -251,7 +251,7 @@ def of(config: object, key: str) -> object:
 
 
 def test_pipeline_stages_become_two_of_a_tiny_model() -> None:
-    replaced = tiny.tiny_values({"model": {"architecture": "qwen3-8b"}, "trainer": {"pp": 4, "fsdp": 1}})
+    replaced = tiny_run.tiny_values({"model": {"architecture": "qwen3-8b"}, "trainer": {"pp": 4, "fsdp": 1}})
     assert (replaced["trainer.pp"], replaced["trainer.fsdp"]) == (2, 1)
 
 

@@ -23,7 +23,7 @@ from goaly.plan.dry_run import describe
 from goaly.plan.memory import memory_by_role
 from goaly.plan.placement import processes
 from goaly.reward.advantages import ESTIMATORS
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 
 FOLDERS = ("grpo", "ppo", "recipes")
 RUNS = sorted(
@@ -220,7 +220,7 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
     [
         (SftConfig, "sft", None),
         (EvalConfig, "eval", "path"),
-        (ServeConfig, "serve", "path"),
+        (PolicyServerConfig, "serve", "path"),
         (RunConfig, "agent", "model.path"),
     ],
 )

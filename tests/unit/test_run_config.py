@@ -23,7 +23,7 @@ from goaly.plan.placement import IMPORTS, processes
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.fork_server import FORKED
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -337,7 +337,7 @@ def test_an_imagined_cluster_decides_what_its_devices_can_do_and_not_this_machin
     assert told.startswith(f"{change}: {must}")
 
 
-@pytest.mark.parametrize(("schema", "config"), [(EvalConfig, "eval"), (ServeConfig, "serve")])
+@pytest.mark.parametrize(("schema", "config"), [(EvalConfig, "eval"), (PolicyServerConfig, "serve")])
 def test_where_weights_never_change_a_cpu_has_vllms_own_models_and_no_asynchronous_scheduling(
     schema, config, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,7 +8,7 @@
     │   └── WritersGone    no newer weights will come
     ├── CorruptLog         a run's log is damaged; names the file and the offset
     ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
-    ├── Lost               a process of a role died during a call, which can be made again (run/replaceable.py)
+    ├── Lost               a process of a role died during a call, which can be made again (run/replaceable_actors.py)
     ├── ParityError        trainer and sampler gave a token different log-probs; names the token and both
     ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
     ├── AnswerBroken       a replica died in the middle of a streamed answer that cannot go on elsewhere

@@ -100,7 +100,7 @@ class RunConfig(Settings):
     @classmethod
     def switched(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The values of a tiny run of this kind, by key."""
-        from goaly.run.tiny import tiny_values  # imports torch, which `--help` does not need
+        from goaly.plan.tiny_run import tiny_values  # imports torch, which `--help` does not need
 
         return tiny_values(values)
 
@@ -131,7 +131,7 @@ class RunConfig(Settings):
 
     def refused_changes(self, resumed: "RunConfig") -> Iterator[str]:
         """A line for each setting that the resumed run may not change."""
-        from goaly.run.resume import refused
+        from goaly.plan.resumed_settings import refused
 
         return refused(self, resumed)
 

@@ -13,9 +13,9 @@ from goaly.base.errors import RunFailed
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Drawn, Published
 from goaly.journal.run_log import Recovered
-from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.roles import Hub
-from goaly.run.waiting import reporting
+from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.run_actors import Hub
+from goaly.run.wait_reports import reporting
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class BacklogStage:
 
     def __init__(
         self,
-        hub: Replaceable[Hub],
+        hub: ReplaceableActors[Hub],
         on_wait: Callable[[float, Wait], Awaitable[None]] | None = None,
         on_end: Callable[[], Awaitable[None]] | None = None,
     ):

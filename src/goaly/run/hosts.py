@@ -1,7 +1,8 @@
 """Starts and stops the processes of a run on the hosts of a Monarch job. No other file knows Monarch's jobs.
 
-A process that ends or hangs is reported (`watch.py`). No process of a stopped mesh is left on this host. A process sees
-only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without a GPU sees none.
+A process that ends or hangs is reported (`process_watch.py`). No process of a stopped mesh is left on this host. A
+process sees only the GPUs of its place, from before CUDA is loaded. On a host with GPUs, a process without a GPU sees
+none.
 
     run-8: Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
         signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group of
@@ -33,8 +34,7 @@ from goaly.plan.cluster import POOL, Cluster, Host, one_host, this_machine
 from goaly.plan.host_settings import ROLES, HostSettings
 from goaly.plan.placement import ANYWHERE, IMPORTS, Place, Placed, Processes
 from goaly.run.fork_server import FORKED, SHARED, ForkServer, fork_command
-from goaly.run.process_agent import ProcessAgent
-from goaly.run.watch import START_SECONDS, MeshWatch
+from goaly.run.process_watch import START_SECONDS, ProcessAgent, ProcessWatch
 
 monarch_config.prefix_python_logs_with_actor = False  # do not name an actor in each line of the controller's log
 
@@ -54,7 +54,7 @@ class Hosts:
         self._run_dir = run_dir
         self._trace = trace
         self._meshes: dict[str, ProcMesh] = {}
-        self._watches: dict[str, MeshWatch] = {}
+        self._watches: dict[str, ProcessWatch] = {}
         self._fork_servers: dict[int, ForkServer] = {}
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
@@ -89,7 +89,7 @@ class Hosts:
             ranks = range(processes.count)
             logs = [log_file(self._run_dir, process_name(name, rank, len(ranks))) for rank in ranks]
             silent_seconds = self._settings.silent_seconds
-            self._watches[name] = MeshWatch(
+            self._watches[name] = ProcessWatch(
                 name, mesh, logs=logs, silent_seconds=silent_seconds, on_lost=self._on_failure
             )
         return self._meshes[name]

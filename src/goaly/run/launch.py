@@ -8,6 +8,7 @@ unless that has happened `checkpoint.restarts` times since the last training ste
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -25,7 +26,6 @@ from goaly.base.process import become, import_ahead
 from goaly.base.telemetry import process_logs, spans
 from goaly.plan.config import RunConfig
 from goaly.reward.verifier_trial import trial
-from goaly.run.resume import lock
 
 if TYPE_CHECKING:
     from goaly.rollout.episode import EpisodeFunction
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+LOCK_FILE = "lock"
 RESTARTS = "GOALY_RESTARTS"
 """Environment variable of a run that resumed itself: how many times without a new version, and the newest version."""
 
@@ -160,6 +161,20 @@ def make_run_dir(config: RunConfig) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_config(run_dir, config)
     return run_dir
+
+
+def lock(run_dir: Path) -> int:
+    """Hold the run folder until this process ends; ConfigError if another process does."""
+    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # run-9; freed by the end of the process
+    except OSError:
+        holder = os.read(descriptor, 20).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise ConfigError([f"run_dir={run_dir}: is in use by process {holder}; end it before this run"]) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
 
 
 def write_config(run_dir: Path, config: RunConfig) -> None:

@@ -12,9 +12,9 @@ from goaly.backlog.batch import BatchHandle
 from goaly.base.atomic_files import link_files, put_in_place, remove
 from goaly.base.errors import RunFailed, os_error
 from goaly.journal.checkpoint import Checkpoint
-from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.stages import RanksStage
-from goaly.run.waiting import reporting
+from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.trainer_stage import RanksStage
+from goaly.run.wait_reports import reporting
 from goaly.train.reference import ReferenceModel
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
 
     def __init__(
         self,
-        ranks: Replaceable[ReferenceModel],
+        ranks: ReplaceableActors[ReferenceModel],
         say: Callable[[str], None] = logger.info,
         folder: Path | None = None,
     ):

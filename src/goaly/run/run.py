@@ -22,14 +22,14 @@ from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
 from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.checkpoints import RunCheckpoints
-from goaly.run.periodic import PeriodicEvaluation
-from goaly.run.policies import SavedPolicies
-from goaly.run.prompts import RunPrompts
+from goaly.run.evaluations import PeriodicEvaluation
 from goaly.run.reference_stage import ReferenceStage
-from goaly.run.replaceable import Replaceable
-from goaly.run.rollouts import RolloutStage
-from goaly.run.stages import CriticStage, TrainerStage
+from goaly.run.replaceable_actors import ReplaceableActors
+from goaly.run.rollout_stage import RolloutStage
+from goaly.run.run_checkpoints import RunCheckpoints
+from goaly.run.run_prompts import RunPrompts
+from goaly.run.saved_policies import SavedPolicies
+from goaly.run.trainer_stage import CriticStage, TrainerStage
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Run:
     """Owns what the run does beside the script."""
     keepers: list[asyncio.Task[None]]
     """Those of `tasks` that replace processes."""
-    replaceable: list[Replaceable[Any]]
+    replaceable: list[ReplaceableActors[Any]]
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config

@@ -4,8 +4,8 @@ The policy is saved without the script's help (run-1): after the last step, or w
 before the last step saves nothing. A hub's death replaces all roles that call the hub, but for the generators: they
 follow the next hub's weight store. It counts once, as the hub's.
 
-    run-12: Processes of the roles in `replaced_roles` are replaced when they die (`replaceable.py`), generators by
-        their service. The death of any other actor ends the run with a RunFailed that names it.
+    run-12: Processes of the roles in `replaced_roles` are replaced when they die (`replaceable_actors.py`), generators
+        by their service. The death of any other actor ends the run with a RunFailed that names it.
     run-2: However the block is left, every admitted group is accounted for, `summary.json` is written, and the run's
         processes are stopped.
     run-3: However a run ends, its folder holds all that a resumed run needs (docs/durability.md).
@@ -38,16 +38,16 @@ from goaly.plan.spare import with_spare
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.rollout_worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.checkpoints import RunCheckpoints, Stateful
 from goaly.run.hosts import Hosts
-from goaly.run.offered_store import offer, withdraw
+from goaly.run.policy_source import offer, withdraw
 from goaly.run.reference_stage import ReferenceStage
-from goaly.run.replaceable import Replaceable, Restarts
-from goaly.run.roles import Hub, Roles, process_of, replaced_roles
-from goaly.run.rollouts import RolloutStage
+from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.rollout_stage import RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import CriticStage, TrainerStage
-from goaly.run.waiting import run_all
+from goaly.run.run_actors import Hub, RunActors, process_of, replaced_roles
+from goaly.run.run_checkpoints import RunCheckpoints, Stateful
+from goaly.run.trainer_stage import CriticStage, TrainerStage
+from goaly.run.wait_reports import run_all
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
 
@@ -132,14 +132,14 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if endpoint is not None and config.hosts.job == "local":
         run.listeners = Listeners(endpoint, config.rollout.workers)
     has_address = endpoint is not None and (run.listeners is not None or endpoint.port != 0)
-    roles = Roles(config, hosts, planned, places, episode, sessions, run.listeners.names if run.listeners else ())
+    roles = RunActors(config, hosts, planned, places, episode, sessions, run.listeners.names if run.listeners else ())
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
     # The stages.
     run.backlog = BacklogStage(roles.hub, run.report_wait, run.stopped)
     run.trainer = TrainerStage(
-        Replaceable("trainer", trainer),
+        ReplaceableActors("trainer", trainer),
         run.say,
         steps=config.steps,
         folder=run.run_dir / POLICY_FOLDER,
@@ -147,12 +147,12 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     )
     if reference is not None:
         folder = None if config.reference.refresh_every is None else run.run_dir / REFERENCE_FOLDER
-        run.reference = ReferenceStage(Replaceable("reference", reference), run.say, folder)
+        run.reference = ReferenceStage(ReplaceableActors("reference", reference), run.say, folder)
     if critic is not None:
-        run.critic = CriticStage(Replaceable("critic", critic), run.say)
+        run.critic = CriticStage(ReplaceableActors("critic", critic), run.say)
     workers = {f"rollout-{index}": await roles.rollout(index) for index in range(config.rollout.workers)}
     run.rollouts = RolloutStage(
-        [Replaceable(*one) for one in workers.items()],
+        [ReplaceableActors(*one) for one in workers.items()],
         run.say,
         run.backlog,
         fixed=has_address,
@@ -209,14 +209,14 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     _keep(run, hosts, roles, checkpoints)
 
 
-def _keep(run: Run, hosts: Hosts, roles: Roles, checkpoints: Checkpoints) -> None:
+def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) -> None:
     """Replace processes that die from now on, and let the new ones catch up with the run (run-12)."""
     restarts = Restarts(run.config.checkpoint.restarts, lambda: run.policy_version)
     replaced = replaced_roles(run.config)
     seconds = REPORT_SECONDS if run.config.hosts.job == "local" else REMOTE_REPORT_SECONDS
 
     def keep(
-        one: Replaceable[Any],
+        one: ReplaceableActors[Any],
         replace: Callable[[str], Coroutine[Any, Any, Any]],
         ranks: int = 1,
         on_death: Callable[[], None] = lambda: None,

@@ -11,7 +11,7 @@ import pytest
 from goaly.agents.listeners import Listeners, listener_of, listening
 from goaly.agents.settings import EndpointSettings
 from goaly.base.errors import ConfigError
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,7 +12,7 @@ from monarch.actor import ActorError
 
 from goaly.base.process import FATAL, FATAL_EXIT_CODE, give_up
 from goaly.plan.placement import IMPORTS
-from goaly.run.watch import fatal_reason
+from goaly.run.process_watch import fatal_reason
 
 
 def test_leaving_runs_exit_handlers_keeps_the_output_and_the_code_and_waits_for_nothing_else() -> None:

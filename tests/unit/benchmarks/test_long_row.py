@@ -11,7 +11,7 @@ from bench.memory import MIB, peak_of
 from goaly.losses.objective import Likelihood
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.ranks import in_ranks
+from goaly.run.rendezvous import in_ranks
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import PackedRows, TensorDict
 

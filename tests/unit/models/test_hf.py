@@ -23,7 +23,7 @@ from goaly.models.definition import model_spec
 from goaly.models.hf import load_hf, save_hf
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, model_config
-from goaly.run.policies import SCORE_FILE
+from goaly.run.saved_policies import SCORE_FILE
 
 SIZE = {
     "vocab_size": 32,

@@ -14,7 +14,7 @@ from apps.sft.config import SftConfig
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
 from goaly.plan.config import RunConfig
-from goaly.run.serve_config import ServeConfig
+from goaly.run.policy_server_config import PolicyServerConfig
 from tests.unit.test_run_config import GRPO, PPO, refused, run_config
 
 
@@ -91,7 +91,7 @@ def test_a_model_folder_that_could_not_be_loaded_is_refused_before_anything_star
     key, schema, more = {
         "grpo": ("model.path", RunConfig, [f"--config={GRPO}"]),
         "eval": ("path", EvalConfig, []),
-        "serve": ("path", ServeConfig, []),
+        "serve": ("path", PolicyServerConfig, []),
         "sft": ("model.path", SftConfig, ["output=x", "steps=1", "data.task=arithmetic"]),
     }[app]
     with pytest.raises(ConfigError) as error:

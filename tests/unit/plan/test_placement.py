@@ -14,7 +14,7 @@ from goaly.base.errors import ConfigError
 from goaly.plan.cluster import Cluster, Gpu, Host, imagined, one_host
 from goaly.plan.host_settings import COMPUTING, HostSettings, ImaginedCluster, RolePlacement, WorkerPlacement
 from goaly.plan.placement import IMPORTS, RANKS, Placed, Processes, place
-from goaly.run.roles import process_of
+from goaly.run.run_actors import process_of
 
 
 def role(name: str, fsdp: int = 1, tp: int = 1) -> Processes:

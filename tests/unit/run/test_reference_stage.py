@@ -14,7 +14,7 @@ from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint import Checkpoint
 from goaly.run import reference_stage
 from goaly.run.reference_stage import ReferenceStage
-from goaly.run.replaceable import Replaceable, Restarts
+from goaly.run.replaceable_actors import ReplaceableActors, Restarts
 from tests.virtual_time import turns
 
 EVERY = 4
@@ -69,7 +69,7 @@ class Run:
         self.said: list[str] = []
         self.all = ranks
         self.folder = folder
-        self.kept: Replaceable[Any] = Replaceable("reference", ranks[0])
+        self.kept: ReplaceableActors[Any] = ReplaceableActors("reference", ranks[0])
         self.stage = ReferenceStage(self.kept, self.said.append, folder / "reference")
 
         async def replace(name: str) -> Ranks:
@@ -247,7 +247,7 @@ async def test_ranks_that_die_after_they_have_written_have_the_same_weights_as_t
 
 async def test_a_frozen_reference_is_asked_once_for_each_batch_and_writes_nothing(tmp_path: Path) -> None:
     ranks = Ranks(dies_in="refresh")
-    stage = ReferenceStage(Replaceable("reference", ranks))  # type: ignore[bad-argument-type]
+    stage = ReferenceStage(ReplaceableActors("reference", ranks))  # type: ignore[bad-argument-type]
     await stage.start()
     batch: Any = SimpleNamespace(id=5, metrics={})
     await stage.annotate(batch)

@@ -12,8 +12,8 @@ from goaly.backlog.events import CANCELLED, Ticket
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group_runner import GroupSummary
-from goaly.run.replaceable import Replaceable, Restarts
-from goaly.run.rollouts import CANCEL_SECONDS, RolloutStage
+from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.rollout_stage import CANCEL_SECONDS, RolloutStage
 from tests import virtual_time
 from tests.virtual_time import turns
 
@@ -81,7 +81,7 @@ class Rollouts:
         self.may_replace = asyncio.Event()
         self.may_replace.set()
         self._deadly = deadly
-        workers = [Replaceable(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
+        workers = [ReplaceableActors(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
         self.stage = RolloutStage(workers, backlog=backlog, fixed=fixed, sessions=sessions)
         self.keeping = [
             asyncio.ensure_future(

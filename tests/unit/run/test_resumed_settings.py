@@ -12,8 +12,7 @@ from apps.grpo.main import main
 from goaly.base.config import RUN_CONFIG, exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
 from goaly.plan.config import RunConfig
-from goaly.run.launch import RESTARTS, _count_restart
-from goaly.run.resume import lock
+from goaly.run.launch import RESTARTS, _count_restart, lock
 
 
 def config(model: Path, *overrides: str) -> RunConfig:
@@ -80,7 +79,7 @@ def test_of_adapters_only_what_is_saved_may_change(tiny_model_folder: Path) -> N
 
 def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:  # run-9
     script = (
-        "import sys; from pathlib import Path; from goaly.run.resume import lock\n"
+        "import sys; from pathlib import Path; from goaly.run.launch import lock\n"
         "held = lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

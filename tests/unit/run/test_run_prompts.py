@@ -11,7 +11,7 @@ from goaly.journal.run_log import Recovered
 from goaly.prompts.curriculum import Passes
 from goaly.prompts.mixture import prompt_mixture
 from goaly.prompts.settings import ArithmeticSettings, CurriculumSettings, PromptSettings, SourceSettings
-from goaly.run.prompts import RunPrompts
+from goaly.run.run_prompts import RunPrompts
 
 SETTINGS = PromptSettings(
     task=None,

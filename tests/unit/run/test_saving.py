@@ -13,9 +13,9 @@ import pytest
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
 from goaly.plan.config import RunConfig
-from goaly.run.replaceable import Replaceable
-from goaly.run.stages import TrainerStage
+from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.start import _save_policy, started
+from goaly.run.trainer_stage import TrainerStage
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -73,7 +73,7 @@ class Ranks:
 
 async def trained(ranks: Ranks, upto: int, steps: int = 3, since: int = 0) -> TrainerStage:
     """A trainer for so many steps, after some of them, each published."""
-    trainer = TrainerStage(Replaceable("trainer", ranks), steps=steps, folder=Path("policy"))
+    trainer = TrainerStage(ReplaceableActors("trainer", ranks), steps=steps, folder=Path("policy"))
     await trainer.start()
     for index in range(since, upto):
         await trainer.step(SimpleNamespace(id=index))

@@ -15,8 +15,8 @@ from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
 from goaly.journal.records import Published
 from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
-from goaly.run.replaceable import Replaceable, Restarts
-from goaly.run.stages import TrainerStage
+from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.trainer_stage import TrainerStage
 from tests.virtual_time import turns
 
 
@@ -48,7 +48,7 @@ class _Endpoint:
 @pytest.mark.parametrize("alive", [True, False])
 async def test_the_accounting_of_a_run_is_closed_also_when_the_queue_is_lost(alive: bool) -> None:
     queue = Queue()
-    backlog = BacklogStage(Replaceable("hub", SimpleNamespace(queue=queue)))
+    backlog = BacklogStage(ReplaceableActors("hub", SimpleNamespace(queue=queue)))
     tickets = backlog.tickets()
     await anext(tickets)
     await backlog.counts()
@@ -78,7 +78,7 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
         raise error
 
     ranks = SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()]))
-    trainer = TrainerStage(Replaceable("trainer", ranks), steps=1, folder=Path())
+    trainer = TrainerStage(ReplaceableActors("trainer", ranks), steps=1, folder=Path())
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()
     assert str(failed.value) == "trainer.publish failed: RuntimeError: sabotage"
@@ -125,7 +125,7 @@ async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead
     tmp_path: Path,
 ) -> None:
     hubs = [Hub(first=3, last=4), Hub(first=5)]
-    kept: Replaceable[Any] = Replaceable("hub", hubs[0])
+    kept: ReplaceableActors[Any] = ReplaceableActors("hub", hubs[0])
     backlog = BacklogStage(kept)
 
     async def replace(name: str) -> Hub:

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing
 
 from goaly.models.context_parallel import is_cut
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.microbatch import microbatch
 from tests.unit.train.batches import pack
 from tests.unit.train.test_parallel import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import LoraSettings, ModelSettings
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.parallel_model import _layout
 from goaly.train.rank import join_process_group

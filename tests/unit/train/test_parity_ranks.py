@@ -13,7 +13,7 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, PackedRows

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.pipeline import Pipeline, schedule, stage_of
 from goaly.train.settings import TrainerSettings
 from goaly.train.train_engine import TrainEngine

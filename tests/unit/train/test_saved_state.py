@@ -18,7 +18,7 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 from goaly.train.critic_engine import CriticEngine
 from goaly.train.model_engine import ModelEngine
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state

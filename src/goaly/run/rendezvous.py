@@ -1,45 +1,26 @@
-"""The actor that the controller has in every process of a run, and the rendezvous of a mesh's processes.
+"""Processes that meet as the ranks of one process group: those of a mesh, and those of work outside of a run.
 
-Processes import this file first, so it imports little.
+A mesh's processes import this file first, so it imports little.
 """
 
+import multiprocessing
 import os
 import random
 import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from monarch.actor import Actor, ProcMesh, endpoint
-
-from goaly.base.process import ProcessMark, this_host, this_process
-
-if TYPE_CHECKING:
-    from goaly.plan.cluster import Host
 
 LOWEST_PORT = 10_000
 ENOUGH_PORTS = 1_000
 """A range of this many ports is large enough to choose from."""
 
 
-class ProcessAgent(Actor):
-    """Answers for the process that it is in. Its endpoints return at once."""
-
-    @endpoint
-    def mark(self) -> ProcessMark:
-        """The mark of the process."""
-        return this_process()
-
-    @endpoint
-    def beat(self) -> bool:
-        """The answer to a heartbeat: the process can run Python."""
-        return True
-
-    @endpoint
-    def machine(self) -> "tuple[str, Host]":
-        """A unique name of the machine, and its GPUs and cores."""
-        from goaly.plan.cluster import this_machine
-
-        return this_host(), this_machine()
+class Rank(Actor):
+    """A process that is to be a rank. Its endpoints return at once."""
 
     @endpoint
     def address(self) -> tuple[str, int]:
@@ -61,11 +42,11 @@ async def rendezvous(mesh: ProcMesh) -> None:
     """
     from monarch.spmd import setup_torch_elastic_env_async
 
-    agents = mesh.spawn("rendezvous", ProcessAgent)
-    answers = await agents.address.call()
+    members = mesh.spawn("rendezvous", Rank)
+    answers = await members.address.call()
     host, port = min(answers.items(), key=lambda answer: answer[0].rank)[1]
     await setup_torch_elastic_env_async(mesh, host, port)
-    await agents.set_local_rank.call()
+    await members.set_local_rank.call()
 
 
 def lasting_port() -> int:
@@ -83,3 +64,31 @@ def lasting_port() -> int:
             except OSError:
                 continue
         return port
+
+
+def fork_ranks_from_one_server() -> None:
+    """Let the ranks be forks of one process that imports what they need. To be called before the first `in_ranks`."""
+    import torch
+
+    from goaly.run.fork_server import FORKED
+
+    if torch.cuda.device_count() == 0:  # an import may initialize CUDA, which a fork cannot use
+        multiprocessing.set_forkserver_preload([*FORKED["generator"], *FORKED["trainer"]])
+
+
+def in_ranks(work: Callable[..., None], ranks: int, arguments: tuple[Any, ...]) -> None:
+    """Call `work` in `ranks` processes that can form a process group, with the rank and then these arguments."""
+    import torch.multiprocessing
+
+    torch.multiprocessing.start_processes(
+        _in_rank, (work, ranks, lasting_port(), *arguments), nprocs=ranks, start_method="forkserver"
+    )
+
+
+def _in_rank(rank: int, work: Callable[..., None], ranks: int, port: int, *arguments: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    work(rank, *arguments)
+    sys.stdout.flush()
+    os._exit(0)  # libraries' threads would take seconds to end

@@ -22,13 +22,15 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from monarch.actor import ProcMesh
+from monarch.actor import Actor, ProcMesh, endpoint
 
 from goaly.base.errors import cause_of, first_error
-from goaly.base.process import FATAL, ExitWatch, ProcessMark, is_stopped, process_mark, this_host
-from goaly.run.process_agent import ProcessAgent
+from goaly.base.process import FATAL, ExitWatch, ProcessMark, is_stopped, process_mark, this_host, this_process
+
+if TYPE_CHECKING:
+    from goaly.plan.cluster import Host
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,28 @@ TAIL_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-class MeshWatch:
+class ProcessAgent(Actor):
+    """Answers for the process that it is in. Its endpoints return at once."""
+
+    @endpoint
+    def mark(self) -> ProcessMark:
+        """The mark of the process."""
+        return this_process()
+
+    @endpoint
+    def beat(self) -> bool:
+        """The answer to a heartbeat: the process can run Python."""
+        return True
+
+    @endpoint
+    def machine(self) -> "tuple[str, Host]":
+        """A unique name of the machine, and its GPUs and cores."""
+        from goaly.plan.cluster import this_machine
+
+        return this_host(), this_machine()
+
+
+class ProcessWatch:
     """Watches the processes of a mesh until they are lost or stopped."""
 
     def __init__(

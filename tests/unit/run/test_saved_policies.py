@@ -10,7 +10,7 @@ from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import RunFailed
 from goaly.plan.config import SaveSettings
 from goaly.rollout.evaluation import EvalResult, Evaluation
-from goaly.run.policies import SavedPolicies
+from goaly.run.saved_policies import SavedPolicies
 
 NO_SPACE = "trainer.save failed: OSError: [Errno 28] No space left on device"
 

@@ -15,13 +15,13 @@ from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings, folder_problems
 from goaly.plan.host_settings import HostSettings
 from goaly.prompts.settings import ChatSettings
-from goaly.run.served_policy import RunModel
+from goaly.run.policy_source import RunModel
 
 TOKENS = "GOALY_TOKENS"
 """Environment variable with the tokens of clients, separated by commas."""
 
 
-class ServeConfig(Settings):
+class PolicyServerConfig(Settings):
     """A server of a policy."""
 
     path: str | None = None

@@ -12,7 +12,7 @@ import pytest
 from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint import Checkpoints
 from goaly.journal.settings import CheckpointSettings
-from goaly.run.checkpoints import RunCheckpoints
+from goaly.run.run_checkpoints import RunCheckpoints
 
 
 class Model:

@@ -1,23 +1,34 @@
-"""The policy that generators outside of a run serve: a model folder, or the newest one of a run.
+"""The policy that a server of a policy serves: a model folder, or the newest one of a run.
 
-While the run is under way its generators' weights come from its weight store, from the newest version on. Otherwise
-they are those of the policy that it saved last.
+While the run is under way, the weights of the server's generators come from the run's weight store, from the newest
+version on. The file `store.handle` in the run's folder names the store that the trainer publishes to. The trainer does
+not wait for these readers, and what they hold is free once their process ends. A file that the end of a controller left
+behind names no store. When no run is under way, the policy is the one that the run saved last.
 """
 
+import logging
+import pickle
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
+from goaly.base.atomic_files import put_file
 from goaly.base.config import RUN_CONFIG
 from goaly.base.errors import ConfigError, RunFailed
+from goaly.base.process import ProcessMark, is_running, this_process
 from goaly.models.settings import ADAPTER_CONFIG, LoraSettings, ModelSettings, no_model
 from goaly.prompts.settings import ChatSettings
-from goaly.run.offered_store import StoreFile
 from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from goaly.weights.store import WeightStore
 
+logger = logging.getLogger(__name__)
+
+STORE_FILE = "store.handle"
 SAVED = ("policy", "policies/*")
 """The folders in a run's folder that may hold a saved policy."""
 
@@ -59,7 +70,7 @@ class RunModel:
         return cls(**read)
 
 
-class ServedPolicy:
+class PolicySource:
     """Finds the policy that a generator starts with, and whether it is to follow a run."""
 
     def __init__(self, model: ModelSettings, run_dir: Path | None = None):
@@ -91,3 +102,46 @@ class ServedPolicy:
         if newest.name == ADAPTER_CONFIG:
             raise RunFailed(f"{no_model(newest.parent, f'run={self._run_dir}')}, which can be served as path=OUTPUT")
         return replace(self._model, path=str(newest.parent))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedStore:
+    """A store, and the controller of its run."""
+
+    store: "WeightStore"
+    controller: ProcessMark
+
+
+def offer(run_dir: Path, store: "WeightStore") -> None:
+    """Let processes of this machine read from this store, which may replace another one."""
+    offered = OfferedStore(store=store, controller=this_process())
+    try:
+        put_file(run_dir / STORE_FILE, cloudpickle.dumps(offered))
+    except OSError as error:  # the disk is full
+        logger.warning("%s cannot be written, the run cannot be followed: %s", run_dir / STORE_FILE, error)
+
+
+def withdraw(run_dir: Path) -> None:
+    """Offer no store any more."""
+    with suppress(OSError):  # the end of the controller withdraws it, too
+        (run_dir / STORE_FILE).unlink(missing_ok=True)
+
+
+class StoreFile:
+    """The store that a run's folder names."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / STORE_FILE
+        self._content = b""
+        self._offered: OfferedStore | None = None
+
+    def read(self) -> "WeightStore | None":
+        """The store of the run under way, the same object until another one takes its place; None if there is none."""
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if content != self._content:
+            self._content, self._offered = content, pickle.loads(content)
+        assert self._offered is not None
+        return self._offered.store if is_running(self._offered.controller) else None

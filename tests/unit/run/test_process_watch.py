@@ -14,17 +14,17 @@ from goaly.base.config import load
 from goaly.base.errors import RunFailed
 from goaly.base.process import FATAL, ExitWatch, ProcessMark, process_mark
 from goaly.plan.config import RunConfig
-from goaly.run import watch
-from goaly.run.run import Run
-from goaly.run.watch import (
+from goaly.run import process_watch as watch
+from goaly.run.process_watch import (
     START_SECONDS,
     TICKS,
-    MeshWatch,
+    ProcessWatch,
     answered_within,
     descendant_that_logs_to,
     fatal_reason,
     tick_of,
 )
+from goaly.run.run import Run
 from tests.unit.stalled import Stalls
 
 LIMIT = 60.0
@@ -91,11 +91,13 @@ def say(log: Path, *lines: str) -> None:
     log.write_text("".join(f"{line}\n" for line in lines))
 
 
-def watching(mesh: Any, told: list[tuple[str, str]], log: Path, limit: float | None = LIMIT) -> MeshWatch:
-    return MeshWatch("trainer", mesh, logs=[log], silent_seconds=limit, on_lost=lambda *report: told.append(report))
+def watching(mesh: Any, told: list[tuple[str, str]], log: Path, limit: float | None = LIMIT) -> ProcessWatch:
+    return ProcessWatch("trainer", mesh, logs=[log], silent_seconds=limit, on_lost=lambda *report: told.append(report))
 
 
-async def starting(monkeypatch: pytest.MonkeyPatch, told: list[tuple[str, str]], log: Path) -> tuple[Stalls, MeshWatch]:
+async def starting(
+    monkeypatch: pytest.MonkeyPatch, told: list[tuple[str, str]], log: Path
+) -> tuple[Stalls, ProcessWatch]:
     """A watch that has asked a process which does not answer yet."""
     stalls, mesh = Stalls(monkeypatch), Mesh()
     mesh.mark = Endpoint(never)

@@ -23,9 +23,9 @@ from goaly.generate.service import GeneratorService
 from goaly.plan.placement import Processes, place
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.run.hosts import Hosts
-from goaly.run.process_agent import rendezvous
-from goaly.run.serve_config import ServeConfig
-from goaly.run.served_policy import ServedPolicy
+from goaly.run.policy_server_config import PolicyServerConfig
+from goaly.run.policy_source import PolicySource
+from goaly.run.rendezvous import rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ LOOK_SECONDS = 1.0
 
 
 @asynccontextmanager
-async def serving(config: ServeConfig, folder: Path) -> AsyncIterator[PublicGateway]:
+async def serving(config: PolicyServerConfig, folder: Path) -> AsyncIterator[PublicGateway]:
     """An endpoint that answers; its processes log to this folder. A failure that ends the server is raised from the
     block."""
-    policy = ServedPolicy(config.start_model, None if config.run is None else Path(config.run))
+    policy = PolicySource(config.start_model, None if config.run is None else Path(config.run))
     chat = ChatTokenizer(config.start_model.path, config.chat_settings)
     router = Router()
     gateway = PublicGateway(
@@ -90,7 +90,7 @@ async def serving(config: ServeConfig, folder: Path) -> AsyncIterator[PublicGate
 class _Replicas:
     """Spawns generators with the policy of the moment."""
 
-    def __init__(self, config: ServeConfig, policy: ServedPolicy, folder: Path):
+    def __init__(self, config: PolicyServerConfig, policy: PolicySource, folder: Path):
         self.hosts = Hosts(config.hosts, folder, self._died, trace=False)
         self.on_death: Callable[[str, str], Any] = lambda name, report: None
         self._config = config

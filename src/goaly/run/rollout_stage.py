@@ -19,8 +19,8 @@ from goaly.rollout.group_runner import NO_ROOM, GroupSummary
 from goaly.rollout.rollout_worker import RolloutWorker
 from goaly.rollout.running_episodes import EvaluationFailed, Failed
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.waiting import ANSWER_SECONDS, reporting
+from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.wait_reports import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RolloutStage:
 
     def __init__(
         self,
-        workers: Sequence[Replaceable[RolloutWorker]],
+        workers: Sequence[ReplaceableActors[RolloutWorker]],
         say: Callable[[str], None] = logger.info,
         backlog: BacklogStage | None = None,
         *,
@@ -124,7 +124,7 @@ class RolloutStage:
         self._drop(ticket.index, hub, POISONED)
         self._judge(GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=POISONED))
 
-    def _cancel_later(self, worker: Replaceable[RolloutWorker], ticket: int, hub: str) -> None:
+    def _cancel_later(self, worker: ReplaceableActors[RolloutWorker], ticket: int, hub: str) -> None:
         """Have the worker end the group, which then counts as failed, unless the run ends: then a resumed run runs it
         again."""
 
@@ -256,7 +256,7 @@ class RolloutStage:
             if isinstance(ended, BaseException):
                 raise ended
 
-    async def _tell(self, worker: Replaceable[RolloutWorker]) -> None:
+    async def _tell(self, worker: ReplaceableActors[RolloutWorker]) -> None:
         with suppress(Lost):  # one that replaces it begins with the newest
             await worker.call(lambda actor: ask("rollout.replicas", actor.replicas.call_one(self._replicas)))
 

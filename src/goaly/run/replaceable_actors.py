@@ -55,7 +55,7 @@ class Restarts:
             )
 
 
-class Replaceable(Generic[Actors]):
+class ReplaceableActors(Generic[Actors]):
     """The actors of a role, as callers reach them."""
 
     def __init__(self, role: str, actors: Actors):

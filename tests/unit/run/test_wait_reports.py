@@ -17,10 +17,10 @@ from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.running_episodes import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
 from goaly.run import waiting
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.rollouts import FAILURES_IN_A_ROW, POISONED, TOO_LONG_IN_A_ROW, RolloutStage
+from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.rollout_stage import FAILURES_IN_A_ROW, POISONED, TOO_LONG_IN_A_ROW, RolloutStage
 from goaly.run.run import Run
-from goaly.run.stages import TrainerStage
+from goaly.run.trainer_stage import TrainerStage
 from tests import virtual_time
 
 PROMPT = Prompt(id="q1", source="sums", messages=(Message(role="user", content="abc"),))
@@ -58,7 +58,7 @@ NEITHER = {"rejected": "it had ended before it started"}
 
 
 async def after(*ends: dict) -> RolloutStage:
-    rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker(*ends))])
+    rollouts = RolloutStage([ReplaceableActors("rollout-0", FakeWorker(*ends))])
     for index in range(len(ends)):
         await rollouts.group(Ticket(index=index, min_version=0), PROMPT)
     return rollouts
@@ -74,7 +74,7 @@ async def test_failures_in_a_row_end_the_run_and_only_a_completed_group_breaks_t
 
 async def test_episodes_that_fail_in_a_row_end_their_evaluation_and_those_in_between_do_not():
     async def rewards(*ends):
-        rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker(*ends))])
+        rollouts = RolloutStage([ReplaceableActors("rollout-0", FakeWorker(*ends))])
         return await rollouts.rewards([PROMPT] * len(ends), 3, {}, 0)
 
     failed, half = [Failed("no such tool")] * 3, FAILURES_IN_A_ROW // 3
@@ -92,7 +92,7 @@ async def test_an_evaluations_prompt_whose_workers_keep_dying_counts_as_failed()
     worker = FakeWorker(
         *[Lost("rollout-0 died")] * (POISON_DEATHS - 1), [1.0] * 3, *[Lost("rollout-0 died")] * POISON_DEATHS
     )
-    rollouts = RolloutStage([Replaceable("rollout-0", worker)])
+    rollouts = RolloutStage([ReplaceableActors("rollout-0", worker)])
     assert await rollouts.rewards([PROMPT], 3, {}, 0) == [[1.0] * 3]
     (failed,) = await rollouts.rewards([PROMPT], 3, {}, 0)
     assert [(one, type(one), one.why) for one in failed] == [(0.0, Failed, f"prompt q1: {POISONED}")] * 3
@@ -129,7 +129,7 @@ async def test_a_group_under_way_is_described_by_its_prompt_its_worker_and_its_e
 
     worker = FakeWorker()
     worker.run_group, worker.progress = endpoint(run_group), endpoint(answer)
-    rollouts = RolloutStage([Replaceable("rollout-0", FakeWorker()), Replaceable("rollout-1", worker)])
+    rollouts = RolloutStage([ReplaceableActors("rollout-0", FakeWorker()), ReplaceableActors("rollout-1", worker)])
     rollouts._running[0] = 1  # the other one is busier
     group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
     await asyncio.sleep(0)
@@ -151,7 +151,7 @@ def test_a_worker_that_does_not_answer_is_described_as_such():
     async def main() -> str:
         worker = FakeWorker()
         worker.run_group, worker.progress = endpoint(never), endpoint(never)
-        rollouts = RolloutStage([Replaceable("rollout-0", worker)])
+        rollouts = RolloutStage([ReplaceableActors("rollout-0", worker)])
         group = asyncio.create_task(rollouts.group(Ticket(index=17, min_version=0), PROMPT))
         await asyncio.sleep(0)
         found = await rollouts.describe(17)
@@ -198,7 +198,7 @@ async def test_the_training_loop_tells_what_it_waits_for_and_only_while_it_waits
         return None
 
     queue = SimpleNamespace(next_batch=endpoint(next_batch), wait=endpoint(asked), close=endpoint(closed))
-    stage = BacklogStage(Replaceable("hub", SimpleNamespace(queue=queue)), tell)
+    stage = BacklogStage(ReplaceableActors("hub", SimpleNamespace(queue=queue)), tell)
     async for _ in stage.batches(2):
         await asyncio.sleep(1000)  # a training step
     await asyncio.sleep(1000)
@@ -216,7 +216,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
     worker.evaluate = endpoint(evaluate)
     slow = Prompt(id="slow", source="sums", messages=PROMPT.messages)
     rewards = virtual_time.run(
-        RolloutStage([Replaceable("rollout-0", worker)], said.append).rewards([PROMPT, slow], 1, 0.0, 0)
+        RolloutStage([ReplaceableActors("rollout-0", worker)], said.append).rewards([PROMPT, slow], 1, 0.0, 0)
     )
     assert rewards == [[1.0], [1.0]]
     assert said == [f"evaluating for {at} s: 1 of 2 prompts are done; waiting for prompt slow" for at in (30, 60)]
@@ -241,7 +241,7 @@ def test_a_call_to_the_trainer_that_takes_more_than_twice_as_long_as_ever_is_tol
             return {"loss": 1.0}
 
         actors = SimpleNamespace(step=SimpleNamespace(stream=lambda *arguments: [step(*arguments)]))
-        trainer = TrainerStage(Replaceable("trainer", actors), said.append, steps=10, folder=Path("policy"))
+        trainer = TrainerStage(ReplaceableActors("trainer", actors), said.append, steps=10, folder=Path("policy"))
         for _ in steps:
             assert await trainer.step(batch) == {"loss": 1.0}
 

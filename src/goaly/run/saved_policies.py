@@ -21,7 +21,7 @@ from goaly.base.atomic_files import put_in_place, remove
 from goaly.base.errors import first_error
 from goaly.plan.config import SaveSettings
 from goaly.rollout.evaluation import Evaluation
-from goaly.run.stages import TrainerStage
+from goaly.run.trainer_stage import TrainerStage
 
 logger = logging.getLogger(__name__)
 

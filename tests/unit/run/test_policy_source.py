@@ -8,14 +8,14 @@ import pytest
 from goaly.base.config import RUN_CONFIG
 from goaly.base.errors import RunFailed
 from goaly.models.settings import ModelSettings
-from goaly.run.served_policy import ServedPolicy
+from goaly.run.policy_source import PolicySource
 
 
 @pytest.fixture
-def served(tmp_path: Path, tiny_model_folder: Path) -> ServedPolicy:
+def served(tmp_path: Path, tiny_model_folder: Path) -> PolicySource:
     config = f"model: {{path: {tiny_model_folder}}}\ntrainer: {{lora: {{rank: 8}}}}\n"
     (tmp_path / RUN_CONFIG).write_text(config)
-    return ServedPolicy(ModelSettings(path=str(tiny_model_folder)), tmp_path)
+    return PolicySource(ModelSettings(path=str(tiny_model_folder)), tmp_path)
 
 
 def saved(folder: Path, name: str, at: int) -> None:
@@ -24,7 +24,7 @@ def saved(folder: Path, name: str, at: int) -> None:
     os.utime(folder / name, (at, at))
 
 
-def test_the_newest_whole_model_is_served(served: ServedPolicy, tmp_path: Path) -> None:
+def test_the_newest_whole_model_is_served(served: PolicySource, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="is not under way, and has saved no policy"):
         served.at_rest()
     saved(tmp_path / "policies" / "000010", "config.json", at=10)
@@ -33,7 +33,7 @@ def test_the_newest_whole_model_is_served(served: ServedPolicy, tmp_path: Path) 
     assert served.at_rest().path == str(tmp_path / "policies" / "000020")
 
 
-def test_no_older_model_is_served_in_place_of_newer_adapters(served: ServedPolicy, tmp_path: Path) -> None:
+def test_no_older_model_is_served_in_place_of_newer_adapters(served: PolicySource, tmp_path: Path) -> None:
     saved(tmp_path / "policies" / "000010", "config.json", at=10)
     saved(tmp_path / "policy", "adapter_config.json", at=20)
     with pytest.raises(RunFailed, match=r"has adapters only; python -m goaly\.models\.adapter_folder .*policy OUTPUT"):

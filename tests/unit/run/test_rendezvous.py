@@ -4,7 +4,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from goaly.run.process_agent import lasting_port
+from goaly.run.rendezvous import lasting_port
 
 
 def test_a_lasting_port_is_free_and_none_that_the_system_hands_out() -> None:

@@ -17,8 +17,8 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool_actor import RewardPool
 from goaly.rollout.rollout_worker import RolloutWorker
 from goaly.run.hosts import Hosts
-from goaly.run.process_agent import rendezvous
-from goaly.run.replaceable import Replaceable
+from goaly.run.rendezvous import rendezvous
+from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
@@ -43,7 +43,7 @@ def process_of(actor: str) -> str:
     return f"hub{dash}{number}" if name in HUB_ACTORS else actor
 
 
-class Roles:
+class RunActors:
     """The actors of one run, by role. `name` is that of their processes: the planned one, or a replacement's. Actors
     call those of the present hub; if that is being replaced, their spawn waits for the next one."""
 
@@ -68,7 +68,7 @@ class Roles:
         self._listeners = listeners
         for name in planned:
             self.mesh(name)
-        self.hub = Replaceable("hub", self.new_hub("hub"))
+        self.hub = ReplaceableActors("hub", self.new_hub("hub"))
 
     def new_hub(self, name: str) -> Hub:
         """The actors of a hub process."""

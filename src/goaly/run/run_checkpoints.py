@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from goaly.base.errors import CorruptLog, RunFailed, os_error
 from goaly.journal.checkpoint import Checkpoints
 from goaly.journal.settings import CheckpointSettings
-from goaly.run.replaceable import Lost
+from goaly.run.replaceable_actors import Lost
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,10 @@ Its log and its checkpoints stay valid only if the settings that they depend on 
     run-9: One process at a time works on a run folder.
 """
 
-import fcntl
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from goaly.base.config.schema import join, plain
-from goaly.base.errors import ConfigError
-
-LOCK_FILE = "lock"
 
 MAY_CHANGE = (
     "steps",
@@ -68,20 +62,6 @@ def refused(before: object, after: object) -> Iterator[str]:
         if nearest not in MAY_CHANGE:
             why = KEPT.get(nearest, "the run was started with it")
             yield f"{key}={new}: must stay {old} in a resumed run, because {why}"
-
-
-def lock(run_dir: Path) -> int:
-    """Hold the run folder until this process ends; ConfigError if another process does."""
-    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # run-9; freed by the end of the process
-    except OSError:
-        holder = os.read(descriptor, 20).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise ConfigError([f"run_dir={run_dir}: is in use by process {holder}; end it before this run"]) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

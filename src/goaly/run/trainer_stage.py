@@ -12,8 +12,8 @@ from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint import Checkpoint
 from goaly.journal.records import Published
-from goaly.run.replaceable import Lost, Replaceable
-from goaly.run.waiting import FIRST_SECONDS, reporting
+from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.wait_reports import FIRST_SECONDS, reporting
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
@@ -34,7 +34,7 @@ class RanksStage(Generic[RankActor]):
     A call whose ranks die is made again to those that replace them. These have the state of the ranks before the call.
     """
 
-    def __init__(self, ranks: Replaceable[RankActor], say: Callable[[str], None] = logger.info):
+    def __init__(self, ranks: ReplaceableActors[RankActor], say: Callable[[str], None] = logger.info):
         """A call that takes long is reported to `say`, as a line of text."""
         self.ranks = ranks
         self._say = say
@@ -90,7 +90,7 @@ class RanksStage(Generic[RankActor]):
 class _TrainedStage(RanksStage[Trained]):
     """Ranks that train on batches."""
 
-    def __init__(self, ranks: Replaceable[Trained], say: Callable[[str], None] = logger.info):
+    def __init__(self, ranks: ReplaceableActors[Trained], say: Callable[[str], None] = logger.info):
         """A call that takes long is reported to `say`, as a line of text."""
         super().__init__(ranks, say)
         self.steps_done = 0
@@ -129,7 +129,7 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
 
     def __init__(
         self,
-        ranks: Replaceable[PolicyTrainer],
+        ranks: ReplaceableActors[PolicyTrainer],
         say: Callable[[str], None] = logger.info,
         *,
         steps: int,

@@ -12,8 +12,8 @@ from monarch.actor import ActorError
 from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint import Checkpoint
-from goaly.run.replaceable import Lost, Replaceable, Restarts
-from goaly.run.stages import CriticStage, TrainerStage
+from goaly.run.replaceable_actors import Lost, ReplaceableActors, Restarts
+from goaly.run.trainer_stage import CriticStage, TrainerStage
 from tests import virtual_time
 from tests.virtual_time import turns
 
@@ -23,7 +23,7 @@ class Kept:
 
     def __init__(self, limit: int = 3, *, has_peers: bool = True, on_death: bool = False):
         self.version = 0
-        self.one = Replaceable[str]("trainer", "trainer")
+        self.one = ReplaceableActors[str]("trainer", "trainer")
         self.events: list[str] = []
         self.errors: list[Exception] = []
         self.may_replace = asyncio.Event()
@@ -259,7 +259,7 @@ async def test_once_nobody_replaces_them_a_call_to_dead_actors_fails() -> None:
     kept.task.cancel()
     with pytest.raises(RunFailed, match="trainer died: process 7 ended"):
         await waiting
-    assert not Replaceable("critic", "critic").lost("critic", "before anyone keeps it")
+    assert not ReplaceableActors("critic", "critic").lost("critic", "before anyone keeps it")
 
 
 async def test_a_cancelled_call_is_cancelled_at_the_actors() -> None:
@@ -359,7 +359,7 @@ async def test_ranks_that_replace_lost_ones_train_the_logged_batches_and_then_th
         lambda ranks: CriticStage(ranks),
     ):
         newer = Ranks()
-        stage = stage_of(Replaceable("model", Ranks(hangs=5)))
+        stage = stage_of(ReplaceableActors("model", Ranks(hangs=5)))
         await stage.start(Checkpoint(tmp_path / "3", 3, {}))
         assert await replaced_in_step(stage, newer, checkpoint) == {"loss": 5.0}
         assert newer.trained == [0, 1, 2, 3, 4, 5]
@@ -370,7 +370,7 @@ async def test_ranks_that_replace_lost_ones_train_the_logged_batches_and_then_th
 
 async def test_a_version_that_is_made_again_with_another_digest_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    stage = TrainerStage(Replaceable("trainer", Ranks()), said.append, steps=9, folder=tmp_path)
+    stage = TrainerStage(ReplaceableActors("trainer", Ranks()), said.append, steps=9, folder=tmp_path)
     await stage.start(None)
     await stage.step(SimpleNamespace(id=0))
     await stage.publish()
@@ -383,7 +383,7 @@ async def test_a_version_that_is_made_again_with_another_digest_is_told(tmp_path
 
 
 async def test_a_copy_of_the_state_that_died_with_its_ranks_is_not_written_by_the_new_ones(tmp_path: Path) -> None:
-    stage = CriticStage(Replaceable("critic", Ranks()))
+    stage = CriticStage(ReplaceableActors("critic", Ranks()))
     newer = Ranks()
 
     async def replace(name: str) -> Ranks:
