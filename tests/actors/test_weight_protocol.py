@@ -148,7 +148,7 @@ async def test_a_version_that_was_written_over_under_a_reader_is_an_error_not_a_
     trainer, reader = Trainer(store, settings), Reader(store, "reader")
     await within(trainer.publish(0))
     version = await within(reader.subscriber.newest())
-    trainer.publisher._slots.seal(0, 0, 1)  # as a writer would that ignores leases
+    trainer.publisher._slots.seal(0, 1)  # as a writer would that ignores leases
     with pytest.raises(WeightsError, match="version 0 from writer rank 0 was written over while reader reader held it"):
         await within(reader.subscriber.prefetch(version))
     with pytest.raises(WeightsError, match="nothing to apply"):

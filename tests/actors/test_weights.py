@@ -138,23 +138,6 @@ class Rank(Actor):
                 torn += self.values() != {float(version)}
         return pulls, torn
 
-    @concurrent_endpoint
-    async def crossed(self) -> int:
-        """Bytes that it has read from other hosts since the last call; counted from the first call on."""
-        from goaly.weights import rdma
-
-        if not hasattr(self, "read"):
-            fetch = rdma.RemoteReader.fetch
-
-            def counted(reader: rdma.RemoteReader, slot: int, buckets: Any) -> Iterator[Any]:
-                for arrived in fetch(reader, slot, buckets):
-                    self.read += sum(reader._stretches[bucket].nbytes for bucket in arrived)
-                    yield arrived
-
-            rdma.RemoteReader.fetch, self.read = counted, 0
-        read, self.read = self.read, 0
-        return read
-
     def values(self) -> set[float]:
         """The different values of all local elements, by their least and greatest."""
         return {float(edge) for tensor in self.tensors.values() for edge in torch.aminmax(local(tensor))}
@@ -306,25 +289,6 @@ async def test_every_transport_brings_each_version_to_readers_elsewhere_and_refu
     for version in range(3):
         await publish_and_follow(trainer, generator, version)
     assert not any((await generator.prefetch.call(0)).values())
-
-
-async def test_of_two_readers_on_another_host_one_pulls_each_version_and_the_other_copies_it(ranks) -> None:
-    settings = WeightSettings(bucket_mib=0.05)
-    trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")
-    await generator.crossed.call()
-    crossed = []
-    for version in range(4):
-        await publish_and_follow(trainer, generator, version)
-        crossed.append(sum((await generator.crossed.call()).values()))
-    needed = 4 * sum(torch.Size(shape).numel() for shape in LARGE.values())
-    assert crossed == [2 * needed, needed, needed, needed]  # at the first, they don't know of each other
-
-
-async def test_readers_that_copy_from_each_other_see_whole_versions_while_the_trainer_publishes(ranks) -> None:
-    versions = 30
-    settings = WeightSettings(bucket_mib=0.05)
-    trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE, settings=settings, host="elsewhere")
-    await read_whole_while_published(trainer, generator, versions)
 
 
 @pytest.mark.parametrize("transport", ["rdma", "direct", "torchstore"], indirect=True)

@@ -23,7 +23,6 @@ SHOWN = 4
 """Purposes that a refusal names."""
 WOULD_HELP = {
     "prefetch": "weights.spare=device or a larger generator.tp",
-    "mirror": "weights.transport=rdma, which keeps none,",
     "checkpoint": "the trainer on more hosts",
     "earlier": "a smaller backlog.max_staleness",
     "ring": "fewer weights.slots or the trainer on more hosts",
@@ -67,7 +66,6 @@ def host_memory(
     """By host of the cluster, the memory that the run needs there."""
     needed: list[Counter[str]] = [Counter() for _ in cluster.hosts]
     writers = Counter(place.host_index for place in places["trainer"].ranks) if "trainer" in places else Counter()
-    readers = Counter(_reader(name, rank, place) for name, rank, place in _placed_ranks(places))
     roles = {each.name: each.role for each in processes(config)}
     for name, rank, place in _placed_ranks(places):
         role, host = roles[name], needed[place.host_index]
@@ -79,7 +77,7 @@ def host_memory(
             parts.update(one.on_device)
         if role == "generator" or (role == "reference" and config.reference.refresh_every is not None):
             elsewhere = writers.total() - writers[place.host_index]
-            parts.update(_fetching(config, one, elsewhere, writers.total(), readers[_reader(name, rank, place)]))
+            parts.update(_fetching(config, one, elsewhere, writers.total()))
         if role == "generator":
             later = sum(size for part, size in parts.items() if part != "weights")  # what it does not hold yet
             parts["load"] = max(0.0, _largest_layer(config) - later)
@@ -124,22 +122,14 @@ def _placed_ranks(places: Mapping[str, Placed]) -> Iterator[tuple[str, int, Plac
     return ((name, rank, place) for name, placed in places.items() for rank, place in enumerate(placed.ranks))
 
 
-def _reader(name: str, rank: int, place: Place) -> tuple[int, str, int]:
-    """Generator ranks for which this is equal need the same weights on one host; others have one of their own."""
-    return (place.host_index, name.partition("-")[0], rank)
-
-
-def _fetching(config: RunConfig, one: RankMemory, elsewhere: int, writers: int, neighbours: int) -> dict[str, float]:
-    """What a rank needs to fetch weights from trainer ranks on other hosts: a mirror of all that it needs, if others on
-    its host need the same and no trainer rank is there; if not, a few buckets of each trainer rank."""
+def _fetching(config: RunConfig, one: RankMemory, elsewhere: int, writers: int) -> dict[str, float]:
+    """The memory in which a rank receives weights from trainer ranks on other hosts: a few buckets for each of them."""
     weights = config.weights
     if weights.transport == "torchstore":
         return {"landing": _published(config, one)}
     elsewhere = writers if weights.transport == "rdma" else elsewhere
     if not elsewhere or weights.transport == "direct":
         return {}
-    if neighbours > 1 and elsewhere == writers and weights.transport == "auto":
-        return {"mirror": _published(config, one)}
     return {"landing": IN_FLIGHT * weights.bucket_bytes * elsewhere}
 
 

@@ -1,4 +1,4 @@
-"""How a writer rank's layout is cut into buckets, the units in which weights are staged, sealed and fetched.
+"""How a writer rank's layout is cut into buckets, the units in which weights are staged and fetched.
 
 A reader across the network fetches whole buckets. It tells the store which rectangles it needs; writers cut tensors at
 the edges of the rectangles that they know when they join. Without any, tensors are cut into stretches of rows.

@@ -137,8 +137,8 @@ class Publisher(StoreClient):
             held = {name: local(tensor) for name, tensor in self._tensors.items()}
             views = slots.views(slot)
             slots.unseal(slot)  # weights-4
-            for number, bucket in enumerate(slots.buckets):
+            for bucket in slots.buckets:
                 self._copier.copy([(views[index], view(held, slots.layout[index])) for index in bucket])
-                slots.seal(slot, number, version)
+            slots.seal(slot, version)
             staging.note(bytes=sum(shard.bytes for shard in slots.layout))
             return digest_of(slots.layout, views) if digests else None

@@ -33,8 +33,8 @@ class WeightSettings(Settings):
     generators and a refreshed reference compute. Set float32 for readers that need the exact float32 parameters of a
     bfloat16 model, at twice the bytes."""
     bucket_mib: PositiveFloat = 8.0
-    """Size in MiB of the buckets in which weights are staged, sealed and sent over the network. Raise it where each
-    transfer is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
+    """Size in MiB of the buckets in which weights are staged and sent over the network. Raise it where each transfer
+    is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
     transport: Literal["auto", "shm", "rdma", "direct", "torchstore"] = "auto"
     """How readers reach the trainer's versions. "auto" maps them on the same host and reads them over RDMA (or TCP,
     where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the

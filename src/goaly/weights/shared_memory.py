@@ -14,7 +14,6 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -146,10 +145,6 @@ class Ring(Slots):
     def open(cls, source: Source) -> "Ring":
         """Another process's ring, to read."""
         return cls(source.layout, source.buckets, source.slots, Segment.open(source.handle))
-
-    def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
-        """The buckets, at once: the memory is mapped."""
-        yield buckets
 
     def close(self) -> None:
         """Accept no further reader; existing mappings stay."""

@@ -1,11 +1,10 @@
 """A writer rank's slots, as every transport keeps and reads them.
 
-A slot begins with its seals, one for each bucket of the layout: the version that the bucket holds, or `UNSEALED` while
-the writer changes it. Leases keep a slot from being rewritten under a reader; the seals show a reader whose lease was
-revoked that its copy may be torn.
+A slot begins with its seal: the version that it holds, or `UNSEALED` while the writer changes it. Leases keep a slot
+from being rewritten under a reader; the seal shows a reader whose lease was revoked that its copy may be torn.
 
-    weights-4: A bucket is sealed with a version only while every shard in it is that version's: a slot is unsealed
-        before any of it is written.
+    weights-4: A slot is sealed with a version only while every shard in it is that version's: it is unsealed before any
+        of it is written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,8 +46,8 @@ class Source:
 class SlotReader(Protocol):
     """One writer rank's slots, as one reader reaches them. Used by one thread at a time, never by an event loop's."""
 
-    def seals(self, slot: int) -> list[int]:
-        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
+    def sealed(self, slot: int) -> int:
+        """The version that the slot holds, or `UNSEALED`."""
         ...
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -61,24 +60,19 @@ class SlotReader(Protocol):
 
 
 class SlotShape:
-    """Where in a slot's memory its seals and shards lie."""
+    """Where in a slot's memory its shards lie."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...]):
         self._layout = layout
         self._buckets = buckets
-        self._seal_bytes = 8 * len(buckets)
         sizes = (_round_up(shard.bytes, ALIGNMENT) for shard in layout)
-        self._offsets = [*accumulate(sizes, initial=_round_up(self._seal_bytes, ALIGNMENT))]
-        self.bytes = _round_up(max(self._offsets[-1], 1), PAGE)
+        self._offsets = [*accumulate(sizes, initial=ALIGNMENT)]  # the seal comes first
+        self.bytes = _round_up(self._offsets[-1], PAGE)
 
     def view(self, index: int, memory: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """A shard, in memory that has the slot's bytes from `begin` on."""
         offset, shard = self._offsets[index] - begin, self._layout[index]
         return memory[offset : offset + shard.bytes].view(shard.dtype).view(shard.shape)
-
-    def seals(self, memory: torch.Tensor) -> torch.Tensor:
-        """The seals in this slot's memory."""
-        return memory[: self._seal_bytes].view(torch.int64)
 
     def span(self, bucket: int) -> range:
         """Which of the slot's bytes are a bucket's."""
@@ -109,7 +103,7 @@ class Slots:
         self._shape = SlotShape(layout, buckets)
         self._memory = memory
         self._views = [[self._shape.view(index, slot) for index in range(len(layout))] for slot in memory]
-        self._seals = [self._shape.seals(slot) for slot in memory]
+        self._seals = [slot[:8].view(torch.int64) for slot in memory]
 
     def source(self, host: str) -> Source:
         """The description that readers need to reach the slots."""
@@ -125,7 +119,7 @@ class Slots:
         )
 
     def views(self, slot: int) -> list[torch.Tensor]:
-        """The slot's shards, each contiguous. A writer seals each bucket before it fills the next."""
+        """The slot's shards, each contiguous. A writer unseals the slot before it fills them."""
         return self._views[slot]
 
     def view(self, slot: int, shard: int) -> torch.Tensor:
@@ -133,21 +127,23 @@ class Slots:
         return self._views[slot][shard]
 
     def unseal(self, slot: int) -> None:
-        """Mark all buckets of the slot as holding no version."""
+        """Mark the slot as holding no version."""
         self._seals[slot].fill_(UNSEALED)
 
-    def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Mark the bucket as holding this version's shards."""
-        self._seals[slot][bucket] = version
+    def seal(self, slot: int, version: int) -> None:
+        """Mark the slot as holding this version's shards."""
+        self._seals[slot].fill_(version)
 
-    def seals(self, slot: int) -> list[int]:
-        """The version whose shards each bucket of the slot holds, or `UNSEALED`."""
-        return self._seals[slot].tolist()
+    def sealed(self, slot: int) -> int:
+        """The version that the slot holds, or `UNSEALED`."""
+        return int(self._seals[slot])
+
+    def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
+        """All of the buckets at once: they are in memory here."""
+        yield buckets
 
     def stretches(self, slot: int) -> list[torch.Tensor]:
-        """The slot's memory as bytes: its seals, then each bucket."""
-        if not self.buckets:
-            return []
+        """The slot's memory as bytes: its seal, then each bucket."""
         spans = [self._shape.span(bucket) for bucket in range(len(self.buckets))]
         memory = self._memory[slot]
         return [self._seals[slot].view(torch.uint8), *(memory[span.start : span.stop] for span in spans)]

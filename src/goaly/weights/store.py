@@ -26,7 +26,6 @@ from goaly.weights.buckets import Needs, distinct
 from goaly.weights.layout import Layout
 from goaly.weights.reshard_plan import share
 from goaly.weights.settings import WeightSettings
-from goaly.weights.shared_memory import SegmentHandle
 from goaly.weights.slots import Source
 from goaly.weights.transport import needs_remote, reads_whole_buckets
 from goaly.weights.versions import Digests, Lease, Staged, StoreState, Versions
@@ -63,12 +62,6 @@ class _Reader:
     transport: str
     needs: Needs
     request: int = 0
-    place: tuple[str, tuple[tuple[int, ...], ...]] | None = None
-    """Its host, and the buckets that it pulls from each writer rank, all on other hosts: neighbours have the same."""
-    pulls: Lease | None = None
-    """The lease under which it pulls a version, or has pulled it, for its neighbours as well."""
-    mirror: tuple[SegmentHandle, ...] | None = None
-    """Its mirror of that version, once it is whole (`rdma.py`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +135,6 @@ class WeightStore(Actor):
         """The slot to stage this version in, and whether with a digest; waits for the commit of the version before."""
         # Unblocked by slower ranks, or a death.
         slot = await self._until(lambda: self._versions.begin(self._rank_of(writer), version))
-        self._wake()  # readers that wait for a neighbour whose lease this revoked
         return slot, self._digests.due(version)
 
     @concurrent_endpoint
@@ -251,36 +243,6 @@ class WeightStore(Actor):
         return self._versions.leased.get(reader) == version
 
     @concurrent_endpoint
-    async def mirror(
-        self, reader: int, lease: Lease, wanted: tuple[tuple[int, ...], ...]
-    ) -> tuple[SegmentHandle, ...] | bool:
-        """A neighbour's mirror of the version, once it is whole; waits while one pulls it under a lease that lasts.
-
-        Otherwise the reader has to pull the version: True if neighbours then wait for its `mirrored`.
-        """
-        mine = self._known(reader)
-        mine.place = (mine.process.host, wanted)
-
-        def found() -> tuple[SegmentHandle, ...] | bool | None:
-            leased = self._versions.leased
-            neighbours = [one for one in self._readers.values() if one is not mine and one.place == mine.place]
-            for other in neighbours:
-                if other.pulls is None or other.pulls.version != lease.version:
-                    continue
-                if other.mirror is not None or leased.get(other.pulls.reader) == lease.version:
-                    return other.mirror
-            mine.pulls, mine.mirror = lease if neighbours else None, None
-            return bool(neighbours)
-
-        return await self._until(found)  # the neighbour's `mirrored`, or the end of its lease
-
-    @concurrent_endpoint
-    async def mirrored(self, reader: int, mirror: tuple[SegmentHandle, ...]) -> None:
-        """Let neighbours copy the version that `mirror` had the reader pull."""
-        self._known(reader).mirror = mirror
-        self._wake()
-
-    @concurrent_endpoint
     async def release(self, reader: int, request: int) -> None:
         """Free what the reader holds, and end the requests that it made before."""
         if reader in self._readers:
@@ -346,8 +308,6 @@ class WeightStore(Actor):
         self._group = uuid.uuid4().hex
         self._versions.lost()
         self._digests.lost()
-        for reader in self._readers.values():
-            reader.pulls = reader.mirror = None
         self._wake()
 
     def _rank_of(self, writer: int) -> int:

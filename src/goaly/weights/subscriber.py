@@ -12,7 +12,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,6 @@ from goaly.weights.store import Joined, WeightStore
 from goaly.weights.store_client import SharedTask, StoreClient
 from goaly.weights.transport import slot_reader
 from goaly.weights.versions import Lease
-
-if TYPE_CHECKING:
-    from goaly.weights.rdma import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +71,6 @@ class Subscriber(StoreClient):
         """The group of writers whose slots it reads, as in `Lease`."""
         self._sources: list[SlotReader] = []
         self._plan: list[dict[int, list[Copy]]] = []
-        self._mirror: Mirror | None = None
-        """Set if all its writer ranks are on other hosts: neighbours may copy from it (`rdma.py`)."""
         self._published: dict[str, Shard] = {}
         self._check: Check | None = None
         """The check of the version in the spares, if it has a digest."""
@@ -190,8 +185,6 @@ class Subscriber(StoreClient):
         self._sources = []
         self._fetched.free()
         self._background.end()
-        if self._mirror is not None:
-            self._mirror.close()
         self._copier.close()
 
     def _release_soon(self, number: int) -> None:
@@ -225,9 +218,6 @@ class Subscriber(StoreClient):
         return True
 
     def _connected(self, sources: tuple[Source, ...]) -> list[SlotReader]:
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
         layouts = [source.layout for source in sources]
         self._published = {shard.name: shard for layout in layouts for shard in layout}
         if not self._fetched.layout:
@@ -239,10 +229,6 @@ class Subscriber(StoreClient):
         for copy in plan(layouts, self._fetched.layout):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
-        if self._transport == "auto" and all(source.host != self._process.host for source in sources):
-            from goaly.weights.rdma import Mirror
-
-            self._mirror = Mirror(sources, [tuple(sorted(buckets)) for buckets in self._plan])
         return [
             slot_reader(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
             for source, buckets in zip(sources, self._plan, strict=True)
@@ -253,7 +239,7 @@ class Subscriber(StoreClient):
         try:
             if not await self._connect(lease.writers):
                 return False
-            overwritten = await self._pull_or_copy(lease)
+            overwritten = await self._copier.run(lambda: self._pull(lease))
         except BaseException as error:
             self._forget()  # `run` has waited for the copy's end
             if isinstance(error, Exception) and not await self._store.holds.call_one(lease.reader, lease.version):
@@ -268,24 +254,7 @@ class Subscriber(StoreClient):
             )
         return False
 
-    async def _pull_or_copy(self, lease: Lease) -> int | None:
-        """`_pull` the version from a neighbour that has pulled it, or else from the writer ranks."""
-        mirror, number = self._mirror, self._number
-        if mirror is None or number is None:
-            return await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
-        found = await self._store.mirror.call_one(number, lease, mirror.wanted)  # a neighbour's pull, or its end
-        if isinstance(found, tuple):
-            rings = await self._copier.run(lambda: mirror.neighbours(found))  # none if the neighbour is gone
-            if rings and await self._copier.run(lambda: self._pull(lease, rings, 0)) is None:
-                return None
-        if found is True:
-            self._sources = await self._copier.run(mirror.readers)
-        overwritten = await self._copier.run(lambda: self._pull(lease, self._sources, lease.slot))
-        if found is True and overwritten is None:
-            await self._store.mirrored.call_one(number, mirror.seal(lease.version))
-        return overwritten
-
-    def _pull(self, lease: Lease, sources: list[SlotReader], slot: int) -> int | None:
+    def _pull(self, lease: Lease) -> int | None:
         """Copy the version into the spares; the first writer rank that has overwritten its slot meanwhile, if any."""
         with span("pull", version=lease.version, reader=self._reader) as pull:
             self._forget()
@@ -297,17 +266,16 @@ class Subscriber(StoreClient):
             ranks = [rank for rank, buckets in enumerate(self._plan) if buckets]
             first = random.randrange(max(1, len(ranks)))  # readers begin at different ranks
             for rank in ranks[first:] + ranks[:first]:
-                source, copies = sources[rank], self._plan[rank]
-                for arrived in source.fetch(slot, sorted(copies)):
+                source, copies = self._sources[rank], self._plan[rank]
+                for arrived in source.fetch(lease.slot, sorted(copies)):
                     here = [copy for bucket in arrived for copy in copies[bucket]]
-                    pairs = [_pair(copy, targets, source, slot) for copy in here]
+                    pairs = [_pair(copy, targets, source, lease.slot) for copy in here]
                     self._copier.copy(pairs)
                     if check is not None:
                         for copy, (target, fetched) in zip(here, pairs, strict=True):
                             check.fetched(copy.shard, copy.offset, fetched, target)
             for rank in ranks:
-                seals = sources[rank].seals(slot)
-                if any(seals[bucket] != lease.version for bucket in self._plan[rank]):  # weights-1
+                if self._sources[rank].sealed(lease.slot) != lease.version:  # weights-1
                     return rank
             parts = [] if check is None else check.parts(targets)
             if check is not None:

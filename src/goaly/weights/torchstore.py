@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE = ("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 40))
 """Monarch's limit. If it is not set, TorchStore sets it when imported and turns on all loggers' output."""
-SEALS = 0
-"""The seals' index among a slot's entries; bucket b has 1 + b."""
+SEAL = 0
+"""The seal's index among a slot's entries; bucket b has 1 + b."""
 
 
 async def start(writers: "ProcMesh") -> None:
@@ -44,7 +44,7 @@ async def close() -> None:
 
 
 class StoredSlots(Slots):
-    """One writer rank's slots, as it fills them: all have the same memory, from which each bucket is put."""
+    """One writer rank's slots, as it fills them: all have the same memory, from which it is put once it is full."""
 
     def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int):
         memory = torch.empty(SlotShape(layout, buckets).bytes, dtype=torch.uint8)
@@ -54,15 +54,16 @@ class StoredSlots(Slots):
             self.unseal(slot)
 
     def unseal(self, slot: int) -> None:
-        """Mark all buckets of the slot as holding no version."""
+        """Mark the slot as holding no version."""
         super().unseal(slot)
-        self._put(slot, SEALS)
+        self._put(slot, SEAL)
 
-    def seal(self, slot: int, bucket: int, version: int) -> None:
-        """Store the bucket, then mark it as holding this version's shards."""
-        self._put(slot, 1 + bucket)
-        super().seal(slot, bucket, version)
-        self._put(slot, SEALS)
+    def seal(self, slot: int, version: int) -> None:
+        """Store the buckets, then mark the slot as holding this version's shards."""
+        for bucket in range(len(self.buckets)):
+            self._put(slot, 1 + bucket)
+        super().seal(slot, version)
+        self._put(slot, SEAL)
 
     def close(self) -> None:
         """Delete everything from TorchStore; reads after this fail."""
@@ -71,8 +72,7 @@ class StoredSlots(Slots):
         asyncio.run(_package().delete_batch(keys))
 
     def _put(self, slot: int, stretch: int) -> None:
-        if self.buckets:
-            asyncio.run(_package().put(_key(self.handle, slot, stretch), self._stretches[stretch]))
+        asyncio.run(_package().put(_key(self.handle, slot, stretch), self._stretches[stretch]))
 
 
 class StoredReader(Slots):
@@ -83,10 +83,10 @@ class StoredReader(Slots):
         super().__init__(source.layout, source.buckets, [landing] * source.slots, STORED, source.handle)
         self._stretches = self.stretches(0)
 
-    def seals(self, slot: int) -> list[int]:
-        """The seals, read anew."""
-        self._get(slot, [SEALS])
-        return super().seals(slot)
+    def sealed(self, slot: int) -> int:
+        """The version that the slot holds, read anew."""
+        self._get(slot, [SEAL])
+        return super().sealed(slot)
 
     def fetch(self, slot: int, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
         """All of them in one request: TorchStore reads from its volumes in parallel."""

@@ -5,8 +5,8 @@
 A method returns None if it can't do its work yet; it can once another call has changed the ledger. All ranks stage a
 version in the same slot; a reader holds at most one lease.
 
-    weights-1: A version can be leased only once every writer rank has staged it. A reader applies it only if every
-        bucket was still sealed with it after the copy, so it sees the whole version or none.
+    weights-1: A version can be leased only once every writer rank has staged it. A reader applies it only if each
+        slot was still sealed with it after the copy, so it sees the whole version or none.
     weights-2: The slot of a leased version is not written, and the newest version is overwritten last. No writer waits
         for a reader: one that finds every slot leased revokes the leases of the oldest version, never the newest's. A
         reader that waits holds the next version from its commit on.

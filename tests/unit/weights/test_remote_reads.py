@@ -87,5 +87,5 @@ def test_after_a_read_that_failed_nothing_is_read_into_that_memory(buffers) -> N
     with pytest.raises(WeightsError, match="failed: no answer"):  # weights-6
         list(reader.fetch(0, WANTED))
     with pytest.raises(WeightsError, match="failed: no answer"):
-        reader.seals(0)
+        reader.sealed(0)
     assert list(RemoteReader(source(buffers), WANTED).fetch(0, WANTED)) == [[bucket] for bucket in WANTED]
