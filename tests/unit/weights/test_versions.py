@@ -1,11 +1,11 @@
-"""The version protocol as a state machine: weights-1 and weights-2 over random orders of calls."""
+"""The version protocol as a state machine over random orders of calls, and its errors: weights-1, 2, 3 and 9."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from goaly.base.errors import WeightsError
+from goaly.base.errors import WeightsError, WritersGone
 from goaly.weights.versions import Versions
 
 READERS = 4
@@ -24,6 +24,7 @@ class Protocol(RuleBasedStateMachine):
         self.held: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self.committed = -1
+        self.losses = 0
         self.given_up: set[int] = set()
 
     @rule(data=st.data())
@@ -46,6 +47,7 @@ class Protocol(RuleBasedStateMachine):
             # weights-2: only a slower rank makes a rank wait, never a reader.
             assert min(self.next_version) < version
             return
+        self.lost_only_the_oldest(versions)
         revoked = {reader: held for reader, held in self.held.items() if reader not in self.ledger.leased}
         if revoked:  # weights-2: the oldest version's, and only where all slots were held
             assert starts
@@ -55,6 +57,13 @@ class Protocol(RuleBasedStateMachine):
             assert slot == oldest_slot
         self.held = {reader: held for reader, held in self.held.items() if reader not in revoked}
         self.writes(rank, version, slot)
+
+    def lost_only_the_oldest(self, before: tuple[int, ...]) -> None:
+        """A version is overwritten only where no slot is empty: the oldest that no reader holds, if any (weights-2)."""
+        for lost in set(before) - set(self.ledger.versions):
+            free = [version for version in before if version not in self.held.values()]
+            assert lost == min(free or before)
+            assert len(before) >= len(self.memory) - 1  # one may be under way
 
     def writes(self, rank: int, version: int, slot: int) -> None:
         self.writing[rank] = (version, slot)
@@ -82,6 +91,8 @@ class Protocol(RuleBasedStateMachine):
         assert version not in self.given_up  # weights-3
         assert committed == (min(self.next_version) > version)  # weights-1
         if committed:
+            assert version == self.ledger.newest == self.ledger.versions[-1]
+            assert self.ledger.may_return is None
             assert set(range(self.committed + 1, version)) <= self.given_up
             self.committed = version
             for reader, after in list(self.waiting.items()):
@@ -89,7 +100,10 @@ class Protocol(RuleBasedStateMachine):
                     assert self.ledger.leased[reader] == version
                     self.held[reader] = version
                     del self.waiting[reader]
+        versions = self.ledger.versions
         following = self.ledger.reserve(rank)
+        self.lost_only_the_oldest(versions)
+        assert versions[-1:] == self.ledger.versions[-1:]  # weights-2: never the newest for a version to come
         if goes_on and following is not None:
             self.writes(rank, version + 1, following)
 
@@ -141,6 +155,9 @@ class Protocol(RuleBasedStateMachine):
     def lose(self, goes_on: bool) -> None:
         """All writers die; others begin with the version that is newest, or the one after it (weights-9)."""
         self.ledger.lost()
+        self.losses += 1
+        assert self.ledger.losses == self.losses
+        assert self.ledger.may_return == (None if self.committed < 0 else self.committed)
         self.writing.clear()
         self.held.clear()
         self.memory = [{} for _ in self.memory]
@@ -172,26 +189,8 @@ class Protocol(RuleBasedStateMachine):
         assert self.ledger.newest == last
 
 
-Protocol.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Protocol.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestVersionProtocol = Protocol.TestCase
-
-
-def published(ledger: Versions, *versions: int) -> None:
-    """Stage these versions with all ranks."""
-    for version in versions:
-        for rank in range(ledger.writers):
-            stage(ledger, rank, version)
-
-
-def test_a_reader_whose_lease_is_revoked_while_it_waits_gets_the_version_that_it_waits_for() -> None:  # weights-2
-    ledger = Versions(slots=2, writers=1)
-    published(ledger, 0)
-    assert ledger.lease(0, 0)
-    assert ledger.lease_newer(0, 1) is None
-    published(ledger, 1)
-    assert ledger.lease(1, 1)
-    published(ledger, 2)  # weights-2: in the slot of version 0, which reader 0 holds
-    assert ledger.leased == {0: 2, 1: 1}
 
 
 def stage(ledger: Versions, rank: int, version: int) -> bool | None:
@@ -201,71 +200,11 @@ def stage(ledger: Versions, rank: int, version: int) -> bool | None:
     return ledger.staged(rank, version, slot)
 
 
-def test_a_version_is_there_once_the_last_rank_has_staged_it() -> None:
-    ledger = Versions(writers=2, slots=3)
-    ledger.begin(0, 0)
-    assert not stage(ledger, 1, 0)
-    assert ledger.lease_newer(7, -1) is None
-    assert stage(ledger, 0, 0)
-    assert ledger.lease_newer(7, -1) == 0
-
-
-def test_a_fast_rank_waits_for_the_slow_one_with_its_next_version() -> None:
-    ledger = Versions(writers=2, slots=3)
-    stage(ledger, 0, 0)
-    assert ledger.begin(0, 1) is None
-    stage(ledger, 1, 0)
-    assert ledger.begin(0, 1) is not None
-
-
-def test_the_newest_is_written_over_last() -> None:
-    ledger = Versions(writers=1, slots=3)
-    published(ledger, 0, 1, 2)
-    assert ledger.begin(0, 3) == ledger._slots.index(None)
-    assert ledger.versions == (1, 2)
-
-
-@pytest.mark.parametrize("slots", [2, 3, 5])
-def test_stuck_readers_in_every_other_slot_keep_the_newest_version_from_nobody(slots: int) -> None:  # weights-2
-    ledger = Versions(writers=1, slots=slots)
-    for version in range(slots):
-        published(ledger, version)
-        assert ledger.lease(version, version)  # all slots are held by readers that never let go
-    for version in range(slots, slots + 48):
-        published(ledger, version)
-        assert ledger.lease_newer(99, version - 1) == version
-        assert ledger.lease_newer(98, -1) == version
-
-
-def test_a_slow_reader_keeps_its_version_while_nobody_else_needs_the_slot() -> None:  # weights-2
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 0)
-    assert ledger.lease(1, 0)
-    published(ledger, 1, 2, 3)
-    assert ledger.leased == {1: 0}
-    assert ledger.lease_newer(2, -1) == 3
-    assert ledger.leased == {1: 0, 2: 3}
-    published(ledger, 4)
-    assert ledger.leased == {2: 3}  # the oldest version's reader is the one that loses it
-    assert ledger.lease_newer(1, 0) == 4
-
-
-def test_a_waiting_reader_holds_the_version_before_a_quick_rank_can_write_over_it() -> None:  # weights-2
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 0)
-    assert ledger.lease(1, 0)
-    assert ledger.lease_newer(2, 0) is None
-    assert ledger.lease_newer(3, 0) is None
-    ledger.release(3)
-    published(ledger, 1, 2)
-    assert ledger.leased == {2: 1}  # reader 1's slot was taken for version 2
-    assert ledger.slot_of(1) != ledger.slot_of(2)
-
-
-def test_a_version_that_was_written_over_is_gone() -> None:
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 0, 1, 2)
-    assert ledger.lease(1, 0) is False
+def published(ledger: Versions, *versions: int) -> None:
+    """Stage these versions with all ranks."""
+    for version in versions:
+        for rank in range(ledger.writers):
+            stage(ledger, rank, version)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +217,15 @@ def test_a_version_that_was_written_over_is_gone() -> None:
         ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5, 0)], "disk on fire"),
         ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
         ([("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
+        ([("begin", 0, 2)], "version 2 comes after 2: versions must go up"),  # weights-9
+        ([("begin", 0, 3), ("begin", 1, 2)], "version 2 comes after 2: versions must go up"),
+        ([("lease", 7, 3)], "version 3 is not committed; the newest is 2"),  # weights-1
     ],
 )
-def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
-    ledger = Versions(writers=2, slots=3)
+def test_members_that_break_the_protocol_get_an_error_that_says_how(steps, said: str) -> None:
+    ledger = Versions(writers=2, slots=4)
+    published(ledger, 0, 1, 2)
+    ledger._slots = [None, *ledger._slots[:3]]  # version 5 begins in slot 0
     *before, last = steps
     for name, *arguments in before:
         getattr(ledger, name)(*arguments)
@@ -289,21 +233,12 @@ def test_ranks_that_break_the_protocol_are_told_how(steps, said: str) -> None:
         getattr(ledger, last[0])(*last[1:])
 
 
-def test_versions_must_go_up() -> None:  # weights-9
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 3)
-    with pytest.raises(WeightsError, match="version 3 comes after 3"):
-        ledger.begin(0, 3)
+def test_one_slot_is_refused() -> None:
+    with pytest.raises(WeightsError, match="slots=1: must be at least 2, one to read and one to write"):
+        Versions(slots=1)
 
 
-def test_a_version_that_is_not_committed_cannot_be_leased() -> None:
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 3)
-    with pytest.raises(WeightsError, match="version 4 is not committed; the newest is 3"):
-        ledger.lease(1, 4)
-
-
-def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> None:
+def test_a_rank_knows_the_next_slot_when_it_has_staged_and_need_not_ask() -> None:
     ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
     first = ledger.begin(0, 1)
@@ -319,34 +254,49 @@ def test_a_rank_knows_the_next_slot_when_it_has_staged_and_needs_not_ask() -> No
     assert ledger.newest == 2
 
 
-def test_no_slot_is_reserved_that_readers_hold_or_that_is_the_newest() -> None:
-    ledger = Versions(writers=1, slots=2)
-    published(ledger, 0)
-    assert ledger.lease(7, 0)
-    published(ledger, 1)
-    assert ledger.reserve(0) is None
-    ledger.release(7)
-    assert ledger.reserve(0) is not None
-    assert ledger.versions == (1,)
-
-
-def test_an_abandoned_version_is_held_by_no_reader_and_a_waiting_one_gets_the_next() -> None:  # weights-1, weights-3
+@pytest.mark.parametrize("behind", [False, True], ids=["of that version", "of the next version"])
+def test_the_slots_that_ranks_know_stay_theirs_when_a_version_is_abandoned(behind: bool) -> None:
     ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
-    ledger.begin(0, 1)
-    assert ledger.lease_newer(7, 0) is None
+    slot = ledger.begin(0, 1)
+    if behind:
+        ledger.staged(0, 1, slot)
+        slot = ledger.reserve(0)
+        assert slot != ledger.begin(1, 1)
+    assert behind or ledger.reserve(1) == slot
     ledger.abandon(1, "the copy failed")
-    assert (ledger.versions, ledger.leased) == ((0,), {})
-    published(ledger, 2)
-    assert ledger.leased == {7: 2}
+    assert ledger.staged(0 if behind else 1, 2, slot) is False
+    assert ledger.begin(1 if behind else 0, 2) == slot
 
 
-def test_when_the_successor_of_the_newest_is_abandoned_in_its_place_readers_get_what_is_left() -> None:
-    ledger = Versions(writers=1, slots=2)
+def test_a_version_ends_for_the_first_reason_if_the_rank_that_left_has_not_staged_it() -> None:
+    ledger = Versions(writers=2, slots=3)
     published(ledger, 0)
-    assert ledger.lease(7, 0)
-    published(ledger, 1)
-    assert ledger.begin(0, 2) == 1  # reader 7 holds the other slot
-    ledger.abandon(2, "the trainer died")
-    assert ledger.lease_newer(8, -1) == 0
-    assert ledger.lease_newer(9, 0) is None
+    stage(ledger, 1, 1)
+    ledger.end("rank 0 left", left=0)
+    ledger.end("rank 1 was killed", left=1)
+    assert (ledger.ended, ledger.staging) == ("rank 0 left", None)
+    for version in (1, 2):
+        with pytest.raises(WeightsError, match=f"version {version} can't be staged any more: rank 0 left"):
+            ledger.begin(0, version)
+    with pytest.raises(WritersGone, match="no version above 0 will come: rank 0 left"):
+        ledger.lease_newer(7, 0)
+    assert ledger.lease_newer(7, -1) == 0
+
+
+def test_a_version_that_the_rank_that_left_has_staged_is_still_committed_and_waited_for() -> None:
+    ledger = Versions(writers=2, slots=3)
+    stage(ledger, 0, 5)
+    ledger.end("rank 0 left", left=0)
+    assert ledger.staging == 5
+    assert ledger.lease_newer(7, 4) is None
+    assert stage(ledger, 1, 5)
+    assert ledger.leased == {7: 5}
+    with pytest.raises(WritersGone):
+        ledger.lease_newer(7, 5)
+    ledger = Versions(writers=2, slots=2)
+    stage(ledger, 0, 5)
+    ledger.end("rank 0 left", left=0)
+    ledger.end("rank 1 left", left=1)
+    with pytest.raises(WeightsError, match="version 5 can't be staged any more: rank 1 left"):
+        ledger.begin(1, 5)
