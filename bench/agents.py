@@ -45,10 +45,10 @@ from bench.report import Machine, append, finished, options, write
 from bench.tail import EpisodeFunction, drawn
 from goaly.base.config import load
 from goaly.base.config.schema import plain
-from goaly.journal.episodes import LoggedEpisode, read_log
+from goaly.journal.logged_episodes import LoggedEpisode, read_log
 from goaly.journal.run_folder import RunFolder
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
 from goaly.trajectory import Trajectory

@@ -92,7 +92,7 @@ def accounts(run_dir: Path) -> dict[str, int]:
     from goaly.backlog.events import Dropped, Ticket, Trained
     from goaly.journal.records import Drawn
     from goaly.journal.run_log import records
-    from goaly.plan.config import config_of
+    from goaly.plan.run_config import config_of
     from goaly.prompts.mixture import prompt_mixture
     from goaly.trajectory import Group
 

@@ -37,7 +37,7 @@ from bench.report import Machine, append, options, write
 from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.base.config import load
 from goaly.base.telemetry import process_logs
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.run import Run
 
 WARM_STEPS = 5

@@ -36,8 +36,8 @@ from bench.report import Machine, options, write
 from goaly.models.architecture import Architecture, architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.plan.config import RunConfig
-from goaly.plan.memory import DTYPE_BYTES, memory_by_role, traced_pass
+from goaly.plan.rank_memory import DTYPE_BYTES, memory_by_role, traced_pass
+from goaly.plan.run_config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
 from tests.random_model import write_random_deepseek, write_random_gpt_oss

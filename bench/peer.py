@@ -30,7 +30,7 @@ from typing import Any
 from bench.report import Machine, exit_on_terminate, options, write
 from goaly.base.config import load
 from goaly.base.json_text import read_lines
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 CONFIG = "configs/grpo/tiny.yaml"
 GOAL, STEPS_IN_A_ROW = 0.9, 8

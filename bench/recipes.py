@@ -32,7 +32,7 @@ from bench.report import append, digest, exit_on_terminate, finished, options, w
 
 if TYPE_CHECKING:
     from apps.sft.config import SftConfig
-    from goaly.plan.config import RunConfig
+    from goaly.plan.run_config import RunConfig
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def chosen(only: str | None) -> dict[str, Path]:
 def recipe(name: str, file: Path, *overrides: str, seed: int = 0, start: str | None = None) -> Recipe:
     """The recipe in this file; ConfigError if it can't work. Its warm start has the file's name, or this one."""
     from goaly.base.config import load
-    from goaly.plan.config import RunConfig
+    from goaly.plan.run_config import RunConfig
 
     if name.startswith(CONTROL):
         overrides = (*overrides, f"advantages.name=bench.controls:{name.removeprefix(CONTROL)}")

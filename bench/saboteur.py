@@ -228,7 +228,7 @@ def _has_steps(metrics: Path) -> bool:
 def main() -> None:
     """Run the app of the command line with its fault."""
     from goaly.base.config import run_cli
-    from goaly.plan.config import RunConfig
+    from goaly.plan.run_config import RunConfig
     from goaly.run import policy_server as serve
     from goaly.run import start
     from goaly.run.backlog_stage import BacklogStage

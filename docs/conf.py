@@ -13,7 +13,7 @@ from apps.sft.config import SftConfig  # noqa: E402
 from goaly.base.config.help import docs  # noqa: E402
 from goaly.base.config.schema import Key, keys, plain  # noqa: E402
 from goaly.base.config.wording import show, type_words  # noqa: E402
-from goaly.plan.config import RunConfig  # noqa: E402
+from goaly.plan.run_config import RunConfig  # noqa: E402
 from goaly.run.policy_server_config import PolicyServerConfig  # noqa: E402
 
 project = html_title = "goaly"

@@ -18,7 +18,7 @@ from apps.agent.tasks import GUESSES, LARGEST
 from apps.grpo.main import grpo
 from apps.ppo.main import ppo
 from goaly.base.config import Loaded, run_cli
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.environments.limits import LimitedEnvironment

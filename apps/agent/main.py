@@ -19,7 +19,7 @@ from goaly.agents.program import answer_of_program
 from goaly.agents.settings import AgentSettings
 from goaly.base.config import Loaded, run_cli
 from goaly.base.errors import ConfigError
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ python -m apps.agent.own --config configs/agent/calculator.yaml agent=null
 from apps.grpo.main import grpo
 from goaly.base.config import run_cli
 from goaly.base.json_text import bounded_json
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Message
 from goaly.run.launch import launch
 

@@ -13,7 +13,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from goaly.base.config import Loaded, run_cli
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.prompts.prompt import Prompt

@@ -31,14 +31,14 @@ from goaly.base.config.schema import plain
 from goaly.base.errors import ConfigError, GoalyError, RunFailed, first_error
 from goaly.base.telemetry import process_logs
 from goaly.base.telemetry.metrics import MetricsWriter
-from goaly.journal.checkpoint import Checkpoint, Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoint, Checkpoints
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Resumed
 from goaly.journal.run_log import LOG_FOLDER, first_version, trainers
-from goaly.plan.config import RunConfig, config_of
 from goaly.plan.dry_run import held_on_gpu
 from goaly.plan.placement import place, processes
 from goaly.plan.resumed_settings import changes
+from goaly.plan.run_config import RunConfig, config_of
 from goaly.run.hosts import Hosts
 from goaly.run.rendezvous import rendezvous
 from goaly.run.replaceable_actors import ReplaceableActors

@@ -19,7 +19,7 @@ from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
-from goaly.plan.replica import replica_memory
+from goaly.plan.generator_memory import replica_memory
 from goaly.run.rendezvous import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
 from tests.actors.own_choices import OwnChoices

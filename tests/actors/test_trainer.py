@@ -19,7 +19,7 @@ from spawned import spawn
 from torch.distributed.tensor import DTensor
 
 from goaly.backlog.batch import BatchHandle
-from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings

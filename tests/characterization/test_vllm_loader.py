@@ -14,7 +14,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.vllm_naming import vllm_naming, without_padding
-from goaly.plan.replica import replica_memory
+from goaly.plan.generator_memory import replica_memory
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.fetched_weights import FetchedWeights
 from goaly.weights.layout import region, view

@@ -5,7 +5,7 @@ import openai
 
 from apps.grpo.main import grpo
 from goaly.base.config import Loaded, run_cli
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext
 from goaly.run.launch import launch

@@ -24,7 +24,7 @@ from goaly.environments.protocol import EnvironmentDied
 from goaly.environments.server_process import Command, Server, ServerProcess
 from goaly.generate.policy import Completion, Policy
 from goaly.generate.request import Sampling
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext
 from goaly.run.launch import launch

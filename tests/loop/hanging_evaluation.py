@@ -7,7 +7,7 @@ from apps.grpo.main import collect, episode
 from apps.grpo.main import train as train_policy
 from apps.ppo.main import train as train_policy_and_critic
 from goaly.base.config import Loaded, run_cli
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.launch import launch
 from goaly.run.run import Run
 

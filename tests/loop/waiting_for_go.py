@@ -5,7 +5,7 @@ import asyncio
 from apps.grpo.main import episode, grpo
 from goaly.backlog.batch import BatchHandle
 from goaly.base.config import Loaded, run_cli
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.launch import launch
 from goaly.run.run import Run
 

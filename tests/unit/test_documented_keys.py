@@ -13,7 +13,7 @@ import pytest
 from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.base.config.schema import keys
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.policy_server_config import PolicyServerConfig
 
 pytestmark = pytest.mark.documents

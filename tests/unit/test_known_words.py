@@ -12,7 +12,7 @@ from apps.sft.config import SftConfig
 from goaly.base.config.schema import hints
 from goaly.base.config.settings import Settings
 from goaly.losses.settings import LossSettings, Rejection
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.reward.settings import AdvantageSettings
 from goaly.run.policy_server_config import PolicyServerConfig
 

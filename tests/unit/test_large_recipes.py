@@ -19,8 +19,8 @@ from goaly.models.catalog import MODELS, shape_of
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan import tiny_run
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import ProblemSets
 

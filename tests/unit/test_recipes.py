@@ -18,10 +18,10 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy_losses import LOSSES
 from goaly.models.architecture import architecture, read_config
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe
-from goaly.plan.memory import memory_by_role
 from goaly.plan.placement import processes
+from goaly.plan.rank_memory import memory_by_role
+from goaly.plan.run_config import RunConfig
 from goaly.reward.advantages import ESTIMATORS
 from goaly.run.policy_server_config import PolicyServerConfig
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from goaly.base.errors import RunFailed
-from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.journal.records import Resumed, Snapshot
 from goaly.journal.run_log import RunLog, delete_before
 from goaly.replay import Asked, start_of

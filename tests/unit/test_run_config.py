@@ -18,8 +18,8 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.architecture import architecture, read_config
 from goaly.models.definition import model_spec
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.plan.config import RunConfig
 from goaly.plan.placement import IMPORTS, processes
+from goaly.plan.run_config import RunConfig
 from goaly.reward.advantages import ESTIMATORS
 from goaly.rollout.settings import RolloutSettings
 from goaly.run.fork_server import FORKED
@@ -329,7 +329,7 @@ def test_an_imagined_cluster_decides_what_its_devices_can_do_and_not_this_machin
     change, must, more, fits, refuses, here, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: here == "cuda")
-    for module in ("goaly.plan.config", "goaly.generate.settings"):
+    for module in ("goaly.plan.run_config", "goaly.generate.settings"):
         monkeypatch.setattr(f"{module}.vllm_device", lambda: here)
     more = [*more, "hosts.bind={}", "generator.on_update=recompute"]
     assert run_config(GRPO, tiny_model_folder, *more, change, fits)
@@ -428,7 +428,7 @@ def test_a_reference_and_a_critic_of_more_ranks_than_can_be_bitwise_are_told_too
 def test_on_a_gpu_bitwise_numerics_are_for_one_tensor_parallel_rank_without_the_compiler(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("goaly.plan.config.vllm_device", lambda: "cuda")
+    monkeypatch.setattr("goaly.plan.run_config.vllm_device", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     bitwise = GRPO, tiny_model_folder, "model.numerics=bitwise", "generator.on_update=recompute"
     assert run_config(*bitwise, "trainer.fsdp=2", "generator.replicas=2")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from goaly.base.errors import ConfigError, GoalyError
 
 if TYPE_CHECKING:
-    from goaly.journal.episodes import LoggedEpisode, ReadEpisode, Reading
+    from goaly.journal.logged_episodes import LoggedEpisode, ReadEpisode, Reading
     from goaly.journal.run_folder import RunFolder
 
 STATES = ("running", "queued", "trained", "rejected", "failed")
@@ -68,8 +68,8 @@ def _episode(text: str) -> tuple[int, int | None]:
 
 
 def _list(line: argparse.Namespace, run: "RunFolder") -> str:
-    from goaly.journal.episodes import read_log
-    from goaly.journal.terminal import table
+    from goaly.journal.episode_text import table
+    from goaly.journal.logged_episodes import read_log
 
     with_sessions = line.state in ("running", "failed")
     reading = read_log(run, sessions=with_sessions)
@@ -105,8 +105,8 @@ def _chosen(line: argparse.Namespace, episodes: "Sequence[LoggedEpisode]") -> "l
 
 
 def _show(line: argparse.Namespace, run: "RunFolder") -> str:
-    from goaly.journal.episodes import read_log
-    from goaly.journal.terminal import shown
+    from goaly.journal.episode_text import shown
+    from goaly.journal.logged_episodes import read_log
 
     ticket, sample = line.episode or _newest(run)
     reading = read_log(run, {ticket}, sessions=True)
@@ -126,7 +126,7 @@ def _show(line: argparse.Namespace, run: "RunFolder") -> str:
 
 def _newest(run: "RunFolder") -> tuple[int, int | None]:
     """The newest episode with tokens."""
-    from goaly.journal.episodes import read_log
+    from goaly.journal.logged_episodes import read_log
 
     for one in reversed(read_log(run).episodes):
         if one.sample is not None:
@@ -149,7 +149,7 @@ def _unknown(ticket: int, sample: int | None, reading: "Reading") -> str:
 
 
 def _without_tokens(one: "LoggedEpisode") -> str:
-    from goaly.journal.terminal import facts_of
+    from goaly.journal.episode_text import facts_of
 
     why = "its group failed before it chatted" if one.state.ended else "nothing is recorded yet: a log has whole groups"
     return f"{facts_of(one)}\nno tokens, because {why}\n"

@@ -26,7 +26,7 @@ from goaly.base.atomic_files import put_file, sync
 from goaly.base.errors import CorruptLog, RunFailed
 from goaly.base.safetensors_file import Buffer
 from goaly.base.watchdog import Work
-from goaly.journal.log import (
+from goaly.journal.log_reader import (
     PLACE,
     START,
     Position,

@@ -13,11 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from goaly.journal.episodes import LoggedEpisode, ReadEpisode
+from goaly.journal.episode_text import COLUMNS, facts_of, heading, pieces, safe
 from goaly.journal.export import run_lengths
-from goaly.journal.terminal import COLUMNS, facts_of, heading
-from goaly.journal.text import pieces, safe
-from goaly.journal.tree import TreeTurn, turns_of
+from goaly.journal.logged_episodes import LoggedEpisode, ReadEpisode
+from goaly.journal.turn_tree import TreeTurn, turns_of
 from goaly.prompts.tokenizer import ChatTokenizer
 
 DIGITS = 6

@@ -11,7 +11,7 @@ from goaly.backlog.batch import BatchHandle
 from goaly.backlog.events import Annotated, Dropped, Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.base.errors import CorruptLog, RunFailed
-from goaly.journal.log import Frame, Position, begin_at, frames, segment_starts
+from goaly.journal.log_reader import Frame, Position, begin_at, frames, segment_starts
 from goaly.journal.log_writer import SEGMENT_BYTES, LogWriter
 from goaly.journal.records import (
     Drawn,

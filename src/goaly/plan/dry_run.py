@@ -1,7 +1,7 @@
 """Plans a run without starting it: the resolved config, the place of every actor, and the memory of each rank and host.
 
-Estimates are those of `memory.py` and `host_memory.py`. A dry run builds every rank's model and traces the passes of
-those that train; a run that starts checks only what its ranks hold all the time.
+`rank_memory.py` and `host_memory.py` estimate the memory. A dry run builds every rank's model and traces the passes of
+those that train; a run that starts checks only the memory that its ranks hold all the time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from goaly.models.catalog import shape_of
 from goaly.models.settings import folder_problems
 from goaly.plan import host_memory
 from goaly.plan.cluster import Cluster, imagined, one_host, this_machine
-from goaly.plan.config import RunConfig
-from goaly.plan.memory import RankMemory, cached_tokens, memory_by_role
 from goaly.plan.placement import Placed, place, processes
-from goaly.plan.spare import Spare, spare_of, what_would_fit, with_spare
+from goaly.plan.rank_memory import RankMemory, cached_tokens, memory_by_role
+from goaly.plan.run_config import RunConfig
+from goaly.plan.spare_memory import Spare, spare_of, what_would_fit, with_spare
 from goaly.weights.settings import HEADROOM
 
 

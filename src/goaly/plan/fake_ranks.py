@@ -21,7 +21,7 @@ from goaly.weights.dtensor_layout import shards_of
 MODULES = [
     "goaly.train.train_engine",
     "goaly.numerics.bitwise_operations",
-    "goaly.plan.gpu_attention",
+    "goaly.plan.flash_shapes",
     "goaly.generate.divided_model",
 ]
 """The imports of fake ranks, which one process does for all."""

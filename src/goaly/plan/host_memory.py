@@ -1,8 +1,8 @@
 """The memory of each host: what all its processes together need there, and whether the host has it.
 
-Beside what ranks always hold (`memory.py`) a reader of weights needs room to fetch them from other hosts, a generator
-builds a layer at a time when it loads a model, and the trainer's first rank gathers a file when it saves one. Files of
-models that are read are mapped: the system drops those pages when it needs them, so they are not counted.
+Beside what ranks always hold (`rank_memory.py`) a reader of weights needs room to fetch them from other hosts, a
+generator builds a layer at a time when it loads a model, and the trainer's first rank gathers a file when it saves one.
+Files of models that are read are mapped: the system drops those pages when it needs them, so they are not counted.
 
 A host whose memory is known and does not suffice is refused, in one line that says what needs most.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from goaly.base.safetensors_file import MAX_FILE_BYTES
 from goaly.models.catalog import shape_of
 from goaly.plan.cluster import Cluster
-from goaly.plan.config import RunConfig
-from goaly.plan.memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes
 from goaly.plan.placement import Place, Placed, processes
+from goaly.plan.rank_memory import DTYPE_BYTES, GIB, RankMemory, transferred_bytes
+from goaly.plan.run_config import RunConfig
 from goaly.weights.settings import IN_FLIGHT
 
 SHOWN = 4

@@ -13,8 +13,8 @@ from itertools import islice
 
 from goaly.base.errors import ConfigError
 from goaly.plan.cluster import POOL, Cluster, Gpu
-from goaly.plan.config import RunConfig
 from goaly.plan.host_settings import COMPUTING, ROLES, HostSettings, RolePlacement
+from goaly.plan.run_config import RunConfig
 from goaly.train.settings import AXES, CriticSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import HEADROOM
 

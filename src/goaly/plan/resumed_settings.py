@@ -1,8 +1,6 @@
-"""The settings that a resumed run may change, and the lock of its folder.
+"""The settings that a resumed run may change.
 
 Its log and its checkpoints stay valid only if the settings that they depend on stay the same.
-
-    run-9: One process at a time works on a run folder.
 """
 
 from collections.abc import Iterator

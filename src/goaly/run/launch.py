@@ -5,6 +5,8 @@ the current step and a checkpoint of it (a second Ctrl-C stops at once)
 
 When a process that is not replaced dies, the controller stops the others, and resumes the run under its own process id,
 unless that has happened `checkpoint.restarts` times since the last training step.
+
+    run-9: One process at a time works on a run folder.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from goaly.base.config import RUN_CONFIG, Loaded, to_yaml
 from goaly.base.errors import ConfigError, ParityError, first_error, root_cause
 from goaly.base.process import become, import_ahead
 from goaly.base.telemetry import process_logs, spans
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.reward.verifier_trial import trial
 
 if TYPE_CHECKING:

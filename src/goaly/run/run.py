@@ -17,7 +17,7 @@ from goaly.base.process import watch_callbacks
 from goaly.base.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
 from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
 from goaly.rollout.running_episodes import EvaluationFailed

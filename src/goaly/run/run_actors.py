@@ -11,8 +11,8 @@ from goaly.base.actors import spawn
 from goaly.base.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
 from goaly.journal.logged_queue import LoggedQueue
-from goaly.plan.config import RunConfig
 from goaly.plan.placement import Placed, Processes
+from goaly.plan.run_config import RunConfig
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.pool_actor import RewardPool
 from goaly.rollout.rollout_worker import RolloutWorker

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from goaly.base.errors import CorruptLog, RunFailed, os_error
-from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.journal.settings import CheckpointSettings
 from goaly.run.replaceable_actors import Lost
 

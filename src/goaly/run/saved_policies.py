@@ -19,7 +19,7 @@ from pathlib import Path
 
 from goaly.base.atomic_files import put_in_place, remove
 from goaly.base.errors import first_error
-from goaly.plan.config import SaveSettings
+from goaly.plan.run_config import SaveSettings
 from goaly.rollout.evaluation import Evaluation
 from goaly.run.trainer_stage import TrainerStage
 

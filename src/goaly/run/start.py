@@ -29,12 +29,12 @@ from goaly.base.config.schema import plain
 from goaly.base.telemetry import spans
 from goaly.base.telemetry.perfetto import merge
 from goaly.generate.service import GeneratorService
-from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.journal.run_log import LOG_FOLDER, delete_before
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import placed, spare_on
 from goaly.plan.placement import Processes, processes
-from goaly.plan.spare import with_spare
+from goaly.plan.run_config import RunConfig
+from goaly.plan.spare_memory import with_spare
 from goaly.rollout.episode import EpisodeFunction
 from goaly.rollout.rollout_worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage

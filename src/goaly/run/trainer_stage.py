@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from goaly.backlog.batch import BatchHandle
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
-from goaly.journal.checkpoint import Checkpoint
+from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.journal.records import Published
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.wait_reports import FIRST_SECONDS, reporting

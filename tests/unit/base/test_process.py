@@ -88,7 +88,7 @@ def test_a_controller_places_its_run_without_the_compiler(tiny_model_folder: Pat
         "from goaly.base.config import load\n"
         "from goaly.plan.dry_run import placed\n"
         "from goaly.plan.cluster import one_host, this_machine\n"
-        "from goaly.plan.config import RunConfig\n"
+        "from goaly.plan.run_config import RunConfig\n"
         f"settings = ['--config=configs/grpo/tiny.yaml', 'model.path={tiny_model_folder}', 'hosts.bind={{}}']\n"
         "config = load(RunConfig, settings, prog='', description='').config\n"
         "assert placed(config, one_host(this_machine())).keys() >= {'trainer', 'hub'}\n"

@@ -8,7 +8,7 @@ import pytest
 from bench import agents, gateway
 from bench.gateway_client import Load, Seen, ask
 from goaly.backlog.ledger import State
-from goaly.journal.episodes import LoggedEpisode
+from goaly.journal.logged_episodes import LoggedEpisode
 
 MACHINE = {"cores": 2}
 

@@ -18,7 +18,7 @@ from bench import gpu
 from bench.gpu import CHECKS, FAILED, NO_GPU, PASSED, Check, Result, run, run_all
 from bench.gpu_loop import STEPS, arguments, judged
 from goaly.base.config import load
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from tests.unit.benchmarks import gpu_checks
 from tests.unit.benchmarks.gpu_checks import PID_FILE
 

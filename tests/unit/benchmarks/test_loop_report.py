@@ -10,7 +10,7 @@ from bench import tail
 from bench.loop import Measured, Round, arms, room_for, round_of, summary, table
 from goaly.base.config import load
 from goaly.models.tiny_model import write_tiny_model
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 
 @pytest.mark.parametrize("longest_over_mean", [2, 5, 20])

@@ -11,7 +11,7 @@ import bench.report
 from bench.peer import Result, goal_reached, medians, ratios, result_of, table
 from bench.report import Machine
 from goaly.base.config import load
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 
 MACHINE = Machine(cores=2, load_1m=0.1, busy_cores=0.0, gflops=40.0)
 

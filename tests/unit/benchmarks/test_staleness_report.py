@@ -28,7 +28,7 @@ from bench.staleness import (
 )
 from goaly.base.config import load
 from goaly.losses.objective import PolicyObjective
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.reward.settings import AdvantageSettings
 
 

@@ -12,7 +12,7 @@ from headless import CHROMIUM, REQUIRED, Browser, browser
 from logged_run import FAILURE, HOSTILE, LoggedRun
 
 from goaly.journal.__main__ import main
-from goaly.journal.text import safe
+from goaly.journal.episode_text import safe
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged_run import STOP, LoggedRun
 
-from goaly.journal.text import one_line, pieces, safe
+from goaly.journal.episode_text import one_line, pieces, safe
 
 
 @settings(max_examples=40)

@@ -8,8 +8,8 @@ from logged_run import FAILURE, HOSTILE, LoggedRun
 
 from goaly.backlog.ledger import State
 from goaly.base.errors import ConfigError, CorruptLog
-from goaly.journal import episodes
-from goaly.journal.episodes import LoggedEpisode, read_log
+from goaly.journal import logged_episodes as episodes
+from goaly.journal.logged_episodes import LoggedEpisode, read_log
 from goaly.journal.run_folder import RunFolder
 from goaly.journal.run_log import delete_before
 

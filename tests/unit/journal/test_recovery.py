@@ -23,8 +23,8 @@ from goaly.backlog.events import Dropped, Formed, Ticket, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import CorruptLog
-from goaly.journal import log
-from goaly.journal.log import durable_mark, frames
+from goaly.journal import log_reader as log
+from goaly.journal.log_reader import durable_mark, frames
 from goaly.journal.records import Drawn, Published, Record, Resumed, Snapshot
 from goaly.journal.run_log import RunLog, RunState, delete_before, first_version, records, recover
 from goaly.prompts.prompt import Message, Prompt

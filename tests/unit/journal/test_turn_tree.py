@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.journal.tree import turns_of
+from goaly.journal.turn_tree import turns_of
 from goaly.trajectory import Outcome, Trajectory, Turn, token_data
 
 

@@ -26,7 +26,7 @@ from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.numerics.experts import Experts
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.train.settings import OptimizerSettings, ReferenceSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from tests.unit.train.batches import documents, pack

@@ -13,7 +13,7 @@ from apps.eval.config import EvalConfig
 from apps.sft.config import SftConfig
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.policy_server_config import PolicyServerConfig
 from tests.unit.test_run_config import GRPO, PPO, refused, run_config
 

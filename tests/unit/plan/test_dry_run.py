@@ -12,10 +12,10 @@ from goaly.models.architecture import architecture, read_config
 from goaly.models.settings import LoraSettings
 from goaly.plan import dry_run
 from goaly.plan.cluster import Gpu, Host
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import check_this_machine, describe, held_on_gpu
 from goaly.plan.host_settings import ImaginedCluster
-from goaly.plan.memory import memory_by_role
+from goaly.plan.rank_memory import memory_by_role
+from goaly.plan.run_config import RunConfig
 from goaly.reward import verifier_trial as trial
 from goaly.run.launch import launch
 

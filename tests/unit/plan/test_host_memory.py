@@ -9,12 +9,12 @@ import pytest
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
 from goaly.plan.cluster import Cluster, imagined, one_host, this_machine
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe, placed
 from goaly.plan.host_memory import HostMemory, host_memory
 from goaly.plan.host_settings import ImaginedCluster
-from goaly.plan.memory import GIB, memory_by_role
-from goaly.plan.spare import with_spare
+from goaly.plan.rank_memory import GIB, memory_by_role
+from goaly.plan.run_config import RunConfig
+from goaly.plan.spare_memory import with_spare
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"
 QWEN3_8B = (

@@ -14,7 +14,7 @@ from goaly.models.tiny_model import TinyModel, model_config
 from goaly.plan.fake_ranks import as_fake_rank, most_process_bytes
 from goaly.plan.live_bytes import LiveBytes, held_bytes
 from goaly.plan.parallelism import Parallelism
-from goaly.plan.trace import PassMemory, trace
+from goaly.plan.pass_memory import PassMemory, trace
 from goaly.train.settings import TrainerSettings
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
-from goaly.plan.config import RunConfig, SaveSettings
+from goaly.plan.run_config import RunConfig, SaveSettings
 from goaly.rollout.evaluation_settings import EvaluationSettings
 from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.run import Run

@@ -13,7 +13,7 @@ import pytest
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
 from goaly.base.process import FATAL, ExitWatch, ProcessMark, process_mark
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run import process_watch as watch
 from goaly.run.process_watch import (
     START_SECONDS,

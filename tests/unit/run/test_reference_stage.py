@@ -11,7 +11,7 @@ import pytest
 
 from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
-from goaly.journal.checkpoint import Checkpoint
+from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run import reference_stage
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable_actors import ReplaceableActors, Restarts

@@ -11,7 +11,7 @@ from monarch.actor import ActorError
 
 from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
-from goaly.journal.checkpoint import Checkpoint
+from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run.replaceable_actors import Lost, ReplaceableActors, Restarts
 from goaly.run.trainer_stage import CriticStage, TrainerStage
 from tests import virtual_time

@@ -11,7 +11,7 @@ import pytest
 from apps.grpo.main import main
 from goaly.base.config import RUN_CONFIG, exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.launch import RESTARTS, _count_restart, lock
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from goaly.base.errors import RunFailed
-from goaly.journal.checkpoint import Checkpoints
+from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.journal.settings import CheckpointSettings
 from goaly.run.run_checkpoints import RunCheckpoints
 

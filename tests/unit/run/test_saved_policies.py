@@ -8,7 +8,7 @@ import pytest
 
 from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import RunFailed
-from goaly.plan.config import SaveSettings
+from goaly.plan.run_config import SaveSettings
 from goaly.rollout.evaluation import EvalResult, Evaluation
 from goaly.run.saved_policies import SavedPolicies
 

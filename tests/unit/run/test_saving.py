@@ -12,7 +12,7 @@ import pytest
 
 from goaly.base.config import load
 from goaly.base.errors import RunFailed
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.start import _save_policy, started
 from goaly.run.trainer_stage import TrainerStage

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from goaly.base.config import load
-from goaly.plan.config import RunConfig
+from goaly.plan.run_config import RunConfig
 from goaly.rollout.evaluation import EvalResult, Evaluation
 from goaly.rollout.evaluation_settings import EvaluationSet, EvaluationSettings
 from goaly.rollout.running_episodes import Failed

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from goaly.journal import checkpoint
-from goaly.journal.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from goaly.journal import checkpoint_folder as checkpoint
+from goaly.journal.checkpoint_folder import Checkpoint, Checkpoints, read_checkpoint
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:

@@ -10,9 +10,9 @@ import pytest
 from goaly.base.config import load
 from goaly.base.errors import ConfigError
 from goaly.plan.cluster import imagined
-from goaly.plan.config import RunConfig
 from goaly.plan.dry_run import describe, placed, spare_on
 from goaly.plan.host_settings import ImaginedCluster
+from goaly.plan.run_config import RunConfig
 from goaly.weights.settings import HEADROOM
 
 GRPO = Path(__file__).parents[3] / "configs" / "grpo" / "tiny.yaml"

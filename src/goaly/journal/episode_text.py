@@ -1,13 +1,16 @@
-"""Episodes for the terminal: a table of many, and one turn by turn. Text from a log is made safe.
+"""Episodes as text for the terminal: a table of many, and one turn by turn.
+
+A policy can write anything. Text that is shown has no control characters but line breaks and tabs, and none that change
+its direction.
 
 Shape suffixes: T tokens of a trajectory, N tokens of a turn.
 """
 
 from collections.abc import Iterator, Sequence
+from unicodedata import category
 
-from goaly.journal.episodes import LoggedEpisode, ReadEpisode
-from goaly.journal.text import one_line, pieces, safe
-from goaly.journal.tree import TreeTurn, turns_of
+from goaly.journal.logged_episodes import LoggedEpisode, ReadEpisode
+from goaly.journal.turn_tree import TreeTurn, turns_of
 from goaly.prompts.tokenizer import ChatTokenizer
 
 HEADINGS = ("episode", "state", "step", "prompt", "source", "reward", "advantage", "turns", "calls", "tokens")
@@ -19,6 +22,10 @@ TEXT_WIDTH = 24
 """Characters of a token's or an id's text in a table."""
 COLUMNS = {"advantages": "advantage", "reference_logprobs": "reference", "values": "value", "returns": "return"}
 """Headings of the columns that later stages add."""
+REPLACEMENT = "\ufffd"
+"""Decoding gives it for bytes that are no character."""
+MOST_BYTES = 4
+"""A character has at most this many bytes in UTF-8, and this many tokens."""
 
 
 def table(episodes: Sequence[LoggedEpisode]) -> str:
@@ -192,3 +199,36 @@ def _range(values: tuple[float, float] | None, *, sign: str = "") -> str:
         return NOTHING
     low, high = (_number(value, sign=sign) for value in values)
     return low if low == high else f"{low}..{high}"
+
+
+def pieces(chat: ChatTokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token. A character that several tokens make is in the last one of them."""
+    texts = []
+    begin = read = 0  # what is decoded is always the end of the text before, and the new tokens
+    for end in range(1, len(tokens) + 1):
+        before = chat.decode(tokens[begin:read], skip_special_tokens=False)
+        text = chat.decode(tokens[begin:end], skip_special_tokens=False)
+        if text.endswith(REPLACEMENT) and end - read < MOST_BYTES and end < len(tokens):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        begin, read = read, end
+    return texts
+
+
+def safe(text: str) -> str:
+    """The text with everything else than visible characters, line breaks and tabs as escapes."""
+    return text if text.isprintable() else "".join(one if _is_safe(one) else _escape(one) for one in text)
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and tabs as escapes, too."""
+    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _is_safe(one: str) -> bool:
+    return one in "\n\t" or (category(one)[0] != "C" and category(one) not in ("Zl", "Zp"))
+
+
+def _escape(one: str) -> str:
+    return one.encode("unicode_escape").decode()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from goaly.models.catalog import shape_of
-from goaly.plan.config import RunConfig
 from goaly.plan.host_settings import COMPUTING
-from goaly.plan.memory import DTYPE_BYTES, GIB, cached_tokens, memory_by_role
+from goaly.plan.rank_memory import DTYPE_BYTES, GIB, cached_tokens, memory_by_role
+from goaly.plan.run_config import RunConfig
 from goaly.weights.settings import HEADROOM
 
 PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")

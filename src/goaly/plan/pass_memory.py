@@ -251,7 +251,7 @@ def _sharded(
     """The stage of the model as a run builds it, without memory, and torchtitan's dimensions of the ranks."""
     from goaly.models.context_attention import ContextAttention
     from goaly.models.definition import spec_of
-    from goaly.plan.gpu_attention import FlashShapes
+    from goaly.plan.flash_shapes import FlashShapes
     from goaly.train.critic_engine import VALUES
     from goaly.train.logprob_head import LOGPROBS
     from goaly.train.parallel_model import sharded_on_meta

@@ -1,10 +1,10 @@
 """The memory that the ranks of each role need, by purpose, in the groups of ranks that need the same.
 
-The ranks of trainer, critic and reference are built without memory and their passes are traced (`trace.py`): their
-sharded parameters, and everything that a pass holds beside them. The ranks of a generator are built too (`replica.py`).
-Caches and rings follow from the settings. Left out are the libraries' own memory (0.3-1 GiB a process), CUDA graphs and
-vLLM's activations and logits of one step, for which a GPU keeps `HEADROOM` free; and on CPUs the copies of weights in
-the order of vLLM's kernels, which are float32 ones.
+The ranks of trainer, critic and reference are built without memory and their passes are traced (`pass_memory.py`):
+their sharded parameters, and everything that a pass holds beside them. The ranks of a generator are built too
+(`generator_memory.py`). Caches and rings follow from the settings. Left out are the libraries' own memory (0.3-1 GiB a
+process), CUDA graphs and vLLM's activations and logits of one step, for which a GPU keeps `HEADROOM` free; and on CPUs
+the copies of weights in the order of vLLM's kernels, which are float32 ones.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ import torch
 from goaly.models.architecture import Architecture
 from goaly.models.catalog import shape_of
 from goaly.models.settings import ModelSettings
-from goaly.plan.config import RunConfig
+from goaly.plan.generator_memory import replica_memory
 from goaly.plan.parallelism import Parallelism
-from goaly.plan.replica import replica_memory
-from goaly.plan.trace import PassMemory, trace
+from goaly.plan.pass_memory import PassMemory, trace
+from goaly.plan.run_config import RunConfig
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import LATER, REQUIRED
 

@@ -21,11 +21,11 @@ from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import NO_SIGNAL
 from goaly.backlog.ledger import State
 from goaly.base.errors import CorruptLog
-from goaly.journal.log import segment_starts
+from goaly.journal.log_reader import segment_starts
 from goaly.journal.records import Drawn, Snapshot
 from goaly.journal.run_folder import RunFolder
 from goaly.journal.run_log import RunState, first_version, records
-from goaly.journal.tree import turns_of
+from goaly.journal.turn_tree import turns_of
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import AdvantageSettings

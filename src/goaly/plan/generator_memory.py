@@ -49,7 +49,7 @@ def _built(
 
     from goaly.generate.divided_model import divided_on_meta
     from goaly.models.attention import share_angles
-    from goaly.plan.gpu_attention import FlashShapes
+    from goaly.plan.flash_shapes import FlashShapes
 
     spec = spec_of(shape, attention=FlashShapes.Config(), numerics=numerics, lora=lora)
     with set_default_dtype(getattr(torch, dtype)):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from goaly.base.errors import CorruptLog, RunFailed
 from goaly.base.safetensors_file import Buffer
-from goaly.journal import log, log_writer
-from goaly.journal.log import Position, durable_mark, frames
+from goaly.journal import log_reader as log
+from goaly.journal import log_writer
+from goaly.journal.log_reader import Position, durable_mark, frames
 from goaly.journal.log_writer import LogWriter
 
 PAYLOADS = st.lists(st.binary(max_size=40), max_size=12)
