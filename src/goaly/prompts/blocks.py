@@ -4,9 +4,7 @@ A JSONL file's blocks are stretches of BLOCK_BYTES, a Parquet file's are its row
 pass shuffles the blocks, takes them POOL_BLOCKS at a time, and shuffles the items of each such pool. Files that fit
 into one pool are thus shuffled as a whole. A worker thread reads the next pool while items of this one are taken.
 
-Invariants
-    PB-1  A pass gives the items of every record of the files once.
-    PB-2  Resuming from a saved state gives exactly the items that would have come.
+A pass gives the items of every record of the files once, also if it is resumed (prompts-3).
 """
 
 import json

@@ -3,11 +3,8 @@
 A group teaches through the differences between the rewards of its samples. For rewards of 0 and 1 and a pass rate p
 their variance is p * (1 - p): 0 if a source is always or never passed, greatest at one half. The factor of a source is
 this variance, scaled to at most 1. It is at least a floor, because a change of a source that is never asked would go
-unnoticed.
-
-Invariants
-    CU-1  A factor lies in [floor, 1]. It depends on the samples observed, not on how they are divided into reports: the
-          samples of a report fade one after another, each with the report's pass rate.
+unnoticed. A factor does not depend on how the samples are divided into reports: the samples of a report fade one after
+another, each with the report's pass rate.
 """
 
 import math
@@ -46,7 +43,7 @@ class Curriculum:
             kept = math.exp(-fading * found.samples)
             added = math.expm1(-fading * found.samples) / math.expm1(-fading)  # the faded weights of the new samples
             passed, samples = self._counts[source]
-            self._counts[source] = (kept * passed + added * found.rate, kept * samples + added)  # CU-1
+            self._counts[source] = (kept * passed + added * found.rate, kept * samples + added)
 
     def pass_rate(self, source: str) -> float:
         """The share of the source's recent samples that passed."""
@@ -54,7 +51,7 @@ class Curriculum:
         return passed / samples
 
     def factor(self, source: str) -> float:
-        """The factor of the source's weight (CU-1)."""
+        """The factor of the source's weight."""
         rate = self.pass_rate(source)
         return max(self._settings.floor, 4 * rate * (1 - rate))
 

@@ -1,8 +1,7 @@
 """Supervised documents: tokens, and a mask of the trained ones. Pure.
 
-Invariants
-    DO-1  Exactly the assistant's text with its stop token is trained: no template text, no other role.
-    DO-2  The tokens before an answer are those of a prompt that asks the policy for it.
+Exactly the assistant's text with its stop token is trained. The tokens before it are those of a prompt that asks the
+policy for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ def chat_document(
                 f"{location}: with message {index} the chat template renders the messages before it differently; "
                 "split the chat so that each document has one assistant message"
             )
-        context = tokenizer.encode(question[len(text) :])  # DO-2
+        context = tokenizer.encode(question[len(text) :])
         answer = tokenizer.encode(answered[len(question) :])
         tokens += context + answer
         trained += [False] * len(context) + _until_stop(answer, tokenizer.stop_token_ids)

@@ -2,15 +2,11 @@
 
 Each source is a stream with its own position. The mixing is by credit: with every prompt each source earns its share,
 and the source with the most credit gives the prompt and pays 1. This needs no randomness, and any stretch of the
-mixture has the right shares.
+mixture has the right shares. The next prompt depends only on the seed and the weights set so far (prompts-3). A source
+of weight 0 gives no prompt and keeps its credit until it has a weight again.
 
-Invariants
-    MX-1  The next prompt depends only on the seed and the weights set so far; a mixture resumed from a saved state
-          gives exactly the prompts that would have come.
-    MX-2  With n sources, none of them at weight 0, the number of prompts from each differs by less than n from the sum
-          of its shares.
-    MX-3  A source of weight 0 gives no prompt and keeps its credit until it has a weight again.
-    MX-4  A state of other sources is refused.
+    prompts-4: With n sources, none of them at weight 0, the number of prompts from each differs by less than n from the
+        sum of its shares.
 """
 
 import math
@@ -77,9 +73,9 @@ class Mixture:
         """The next prompt."""
         for source, share in self._shares.items():
             self._credits[source] += share
-        mixed = [name for name, share in self._shares.items() if share > 0]  # MX-3
+        mixed = [name for name, share in self._shares.items() if share > 0]
         self.latest = max(mixed, key=self._credits.__getitem__)
-        self._credits[self.latest] -= 1  # MX-2
+        self._credits[self.latest] -= 1  # prompts-4
         return self._streams[self.latest].next()
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +89,7 @@ class Mixture:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state of the same sources."""
-        if list(state["streams"]) != list(self._streams):  # MX-4
+        if list(state["streams"]) != list(self._streams):
             raise ValueError(
                 f"prompt sources are {', '.join(self._streams)}, but the saved state has {', '.join(state['streams'])}"
             )
@@ -106,7 +102,7 @@ class Mixture:
         if self._curriculum is not None:
             self._curriculum.load_state_dict(state["curriculum"])
         self._share()
-        self._credits = {name: float(state["credits"][name]) for name in self._streams}  # MX-1
+        self._credits = {name: float(state["credits"][name]) for name in self._streams}
 
     def _share(self) -> None:
         factors = {name: self._curriculum.factor(name) if self._curriculum else 1.0 for name in self._streams}
@@ -132,12 +128,7 @@ def each_source(settings: PromptSettings) -> dict[str, PromptSettings]:
     return {
         source.name: replace(
             settings,
-            task=source.task,
-            arithmetic=source.arithmetic,
-            reasoning_gym=source.reasoning_gym,
-            files=source.files,
-            columns=source.columns,
-            distinct=source.distinct,
+            **source.of_source(),
             sources=(),
             curriculum=None,
             seed=_seed(settings.seed, source.name),

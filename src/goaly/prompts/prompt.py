@@ -1,7 +1,6 @@
 """A prompt, its messages, and the split it belongs to.
 
-Invariants
-    SL-1  A problem is always in the same split, decided by a hash of the problem, not by its place or order.
+prompts-1: A problem is always in the same split, decided by a hash of the problem, not by its place or order.
 """
 
 import json
@@ -95,7 +94,7 @@ def split_key_of(messages: Sequence[Message]) -> str:
 
 
 def split_of(prompt: Prompt, held_out_fraction: float) -> Split:
-    """The split a prompt belongs to (SL-1)."""
+    """The split a prompt belongs to (prompts-1)."""
     return split_of_key(prompt.split_key, held_out_fraction)
 
 

@@ -1,7 +1,8 @@
 """Sources of prompts and of supervised documents, and their chat templates."""
 
+import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -67,8 +68,13 @@ class ReasoningGymSettings(Settings):
             except ImportError as error:
                 yield f"{at.name}: {error}"
             else:
-                if (why := problem_with(self)) is not None:
+                if (why := problem_with(self.name, self.data_set)) is not None:
                     yield f"{at.name}: {why}"
+
+    @property
+    def data_set(self) -> str:
+        """The arguments that make the data set, as JSON."""
+        return json.dumps({"name": self.name, "seed": self.seed, "size": self.size, **self.options}, sort_keys=True)
 
 
 class ColumnSettings(Settings):
@@ -91,26 +97,36 @@ class ColumnSettings(Settings):
             yield f"{at.wording}: must contain {{prompt}}, which becomes the text of the problem"
 
 
-class SourceSettings(Settings):
+class ProblemSettings(Settings):
+    """One source of problems: a built-in task or files."""
+
+    task: str | None = None
+    """The built-in task that makes the prompts, `arithmetic` or `reasoning_gym`; null if they come from `files`."""
+    arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
+    """The addition task, if `task` is arithmetic."""
+    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
+    """The data set, if `task` is reasoning_gym. Set `reward.verifier` to `goaly.prompts.tasks.reasoning_gym:verify`."""
+    files: tuple[str, ...] = ()
+    """JSONL or Parquet files of prompts. Each record has `messages` or `prompt`, perhaps an `answer` for the verifier
+    and `tools` that the policy may call; other columns become the prompt's metadata."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
+    """Names of the columns of `files`."""
+    distinct: bool = False
+    """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
+    memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
+
+    def of_source(self) -> dict[str, Any]:
+        """The values of these keys, which are the whole source."""
+        return {one.name: getattr(self, one.name) for one in fields(ProblemSettings)}
+
+
+class SourceSettings(ProblemSettings):
     """One of several sources of prompts."""
 
     name: Annotated[str, MinLen(1)]
     """Name of the source: its prompts carry it, and metrics are reported by it."""
     weight: NonNegativeFloat = 1.0
     """Its share of the prompts, relative to the other sources' weights."""
-    task: str | None = None
-    """The built-in task that makes its prompts; null if they come from `files`."""
-    arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, if `task` is arithmetic."""
-    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
-    """The data set, if `task` is reasoning_gym."""
-    files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts."""
-    columns: ColumnSettings = field(default_factory=ColumnSettings)
-    """Names of the columns of `files`."""
-    distinct: bool = False
-    """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
-    memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from source_problems(self, at)
@@ -126,23 +142,12 @@ class CurriculumSettings(Settings):
     """Number of newer samples of the source after which a sample counts half in its pass rate."""
 
 
-class PromptSettings(Settings):
+class PromptSettings(ProblemSettings):
     """Source of the prompts: a built-in task, files, or several such sources."""
 
-    task: str | None = "arithmetic"
-    """The built-in task that makes the prompts; null if they come from `files` or `sources`."""
-    arithmetic: ArithmeticSettings = field(default_factory=ArithmeticSettings)
-    """The addition task, if `task` is arithmetic."""
-    reasoning_gym: ReasoningGymSettings = field(default_factory=ReasoningGymSettings)
-    """The data set, if `task` is reasoning_gym. Set `reward.verifier` to `goaly.prompts.tasks.reasoning_gym:verify`."""
-    files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts. Each record has `messages` or `prompt`, perhaps an `answer` for the verifier
-    and `tools` that the policy may call; other columns become the prompt's metadata."""
-    columns: ColumnSettings = field(default_factory=ColumnSettings)
-    """Names of the columns of `files`."""
-    distinct: bool = False
-    """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
-    memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
+    task: str | None = ARITHMETIC
+    """The built-in task that makes the prompts, `arithmetic` or `reasoning_gym`; null if they come from `files` or
+    `sources`."""
     sources: tuple[SourceSettings, ...] = ()
     """Several sources and their weights, such as `[{name: sums, task: arithmetic}, {name: own, files: [a.jsonl]}]`. A
     script may change the weights during the run: `run.prompts.set_weights({"own": 2})`."""

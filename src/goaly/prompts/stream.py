@@ -1,9 +1,7 @@
 """Endless, seeded, resumable streams of prompts, over torchdata's nodes.
 
-Invariants
-    PS-1  Resuming from a saved state gives exactly the prompts that would have come.
-    PS-2  A stream gives prompts of its own split only.
-    PS-3  A state of another source, seed or split is refused.
+prompts-3: Resuming from a saved state gives exactly the prompts, or the documents, that would have come. A state of
+    another source, seed or split is refused.
 """
 
 from collections.abc import Mapping
@@ -48,7 +46,7 @@ def _task(settings: PromptSettings) -> Task:
     if settings.task == REASONING_GYM:
         from goaly.prompts.tasks.reasoning_gym import ReasoningGym  # imports many packages
 
-        return ReasoningGym(settings.reasoning_gym)
+        return ReasoningGym(settings.reasoning_gym.data_set, settings.reasoning_gym.wording)
     return Arithmetic(settings.arithmetic)
 
 
@@ -122,7 +120,7 @@ class PromptStream:
     def next(self) -> Prompt:
         """The next prompt; Exhausted if the split has none, or after the last pass."""
         try:
-            prompt = next(self._prompts)  # PS-1, PS-2
+            prompt = next(self._prompts)
         except StopIteration:
             which = "none" if self._split is Split.HELD_OUT else "all"
             raise Exhausted(
@@ -138,7 +136,7 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state of the same stream."""
-        refuse_other("prompt stream", self._identity(), state)  # PS-3
+        refuse_other("prompt stream", self._identity(), state)  # prompts-3
         self._prompts.reset(state["prompts"])
         self._position = int(state["position"])
 

@@ -1,12 +1,8 @@
 """Endless, seeded, resumable batches of packed supervised documents, over torchdata's nodes.
 
 Each batch takes the next documents; the first one that does not fit opens the next batch.
-
-Invariants
-    SU-1  Resuming from a saved state gives exactly the batches that would have come.
-    SU-2  A document is in one row, not split; every document of the order is in exactly one batch.
-    SU-3  A state of other data is refused.
-    SU-4  No document shows the answer to a problem that a run with the same held-out share holds out (SL-1).
+A document is in one row, not split, and every document of the order is in exactly one batch. No document shows the
+answer to a problem that a run with the same held-out share holds out (prompts-1).
 """
 
 import logging
@@ -165,7 +161,7 @@ class RowStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state of the same stream."""
-        refuse_other("supervised data", self._identity(), state)  # SU-3
+        refuse_other("supervised data", self._identity(), state)  # prompts-3
         self._documents.reset(state["documents"])
         self._left = None
         self._position = int(state["position"])
@@ -206,7 +202,7 @@ def pack(rows: Sequence[Sequence[Document]], row_length: int, pad_token: int) ->
 
 
 def is_held_out(location: Location | str, record: Mapping[str, Any], held_out_fraction: float) -> bool:
-    """Whether a document shows the answer to a held-out problem (SU-4): the messages before any answer are a
+    """Whether a document shows the answer to a held-out problem (prompts-1): the messages before any answer are a
     problem."""
     if record.get(SPLIT_KEY) is not None:
         keys = [str(record[SPLIT_KEY])]

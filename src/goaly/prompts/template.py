@@ -1,7 +1,6 @@
 """The chat template of a Hugging Face folder, compiled as transformers compiles it, but without importing transformers.
 
-That import takes 2.3 s in every worker process and the controller, ten times as long as this module's.
-`tests/unit/prompts/test_template.py` renders the same chats with both (TK-1), and compares the features of templates.
+`tests/unit/prompts/test_template.py` renders the same chats with both, and compares the features of templates.
 Two things are done as vLLM's server does them, before the template sees the messages: a template that reads contents
 in parts gets parts, and the role `developer` becomes `system` where the template does not know it.
 """

@@ -1,15 +1,12 @@
 """The chat tokenizer of a Hugging Face folder: the only place that turns text into tokens and back.
 
-Reads `tokenizer.json` and the folder's chat template without importing transformers (2 s in every worker process);
-`tests/unit/prompts/test_tokenizer.py` and `test_template.py` compare the two.
+Reads `tokenizer.json` and the folder's chat template without importing transformers, which takes 2 s in every worker
+process. The tokens of a chat are those of transformers: `tests/unit/prompts/test_tokenizer.py` compares the two.
 
-Invariants
-    TK-1  The tokens of a chat are those of transformers.
-    TK-2  Recorded tokens never change: a chat is only continued by tokens after them.
+    prompts-2: Recorded tokens never change: a chat is only continued by tokens after them.
 """
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -19,6 +16,7 @@ from typing import Any, TypeVar
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 
 from goaly.base.errors import EpisodeError
@@ -32,9 +30,6 @@ Room = Callable[[int], object]
 
 LONG = 1 << 16
 """Texts with more characters are tokenized beside the event loop, if `beside` does it."""
-KEEPING_NORMALIZERS = {"NFC", "Prepend", "Replace of one character"}
-KEEPING_SPLITS = {"ByteLevel", "Digits", "Metaspace", "Split"}
-"""Steps of tokenizers that leave out no part of a text."""
 MOST_COMPOSED = 4
 """The most characters of which Unicode's NFC makes one."""
 SHOWN = 30
@@ -109,9 +104,9 @@ class ChatTokenizer:
     ) -> list[int]:
         """The tokens that extend `tokens`, a recorded chat that ends with an answer, to the chat of all `messages`.
 
-        Raises EpisodeError if the template renders the recorded part differently (TK-2), such as one that drops earlier
-        reasoning. With `as_recorded` the recorded part is kept, and the result is what the template renders after the
-        last answer."""
+        Raises EpisodeError if the template renders the recorded part differently (prompts-2), such as one that drops
+        earlier reasoning. With `as_recorded` the recorded part is kept, and the result is what the template renders
+        after the last answer."""
         whole = self.render_text(messages, tools=tools)
         recorded = self.decode(tokens, skip_special_tokens=False)
         if whole.startswith(recorded):
@@ -162,34 +157,25 @@ class ChatTokenizer:
             raise ValueError(f"{what}; it must have whole characters") from error
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of the text's tokens, without tokenizing it; 0 for tokenizers of which none is
-        known."""
+        """A lower bound of the number of the text's tokens, without tokenizing it; 0 if none is known."""
         most = self._most_characters
         if most is None:
             return 0
-        composed = MOST_COMPOSED if "NFC" in _kinds(self._tokenizer.normalizer) and not text.isascii() else 1
+        composed = MOST_COMPOSED if self._tokenizer.normalizer is not None and not text.isascii() else 1
         return -(-len(text) // (most * composed))
 
     @cached_property
     def _most_characters(self) -> int | None:
-        """The most characters of a normalized text that one token can stand for; None if there is no limit.
-
-        There is one if all characters reach a BPE model that has a token for each byte, or for each unknown one."""
-        tokenizer, model, vocabulary = self._tokenizer, self._tokenizer.model, self._tokenizer.get_vocab()
-        splits = _kinds(tokenizer.pre_tokenizer)
-        if not isinstance(model, BPE) or tokenizer.truncation is not None:
+        """The most characters of a normalized text that one token can stand for, of a byte-level BPE that leaves out
+        no part of a text; None for other tokenizers."""
+        tokenizer, vocabulary = self._tokenizer, self._tokenizer.get_vocab()
+        if not isinstance(tokenizer.model, BPE) or not isinstance(tokenizer.normalizer, NFC | None):
             return None
-        if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
-            return None  # it stands for all spaces beside it, too
-        if not _kinds(tokenizer.normalizer) <= KEEPING_NORMALIZERS or not splits <= KEEPING_SPLITS:
+        splits = tokenizer.pre_tokenizer.__getstate__() if tokenizer.pre_tokenizer is not None else b""
+        if b'"ByteLevel"' not in splits or b'"Removed"' in splits or not vocabulary.keys() >= set(ByteLevel.alphabet()):
             return None
-        if "ByteLevel" in splits:
-            has_all = vocabulary.keys() >= set(ByteLevel.alphabet())
-        elif model.byte_fallback:
-            has_all = vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-        else:
-            has_all = model.unk_token is not None and not model.fuse_unk
-        return max(map(len, vocabulary)) if has_all else None
+        takes_spaces = any(one.lstrip or one.rstrip for one in tokenizer.get_added_tokens_decoder().values())
+        return None if takes_spaces or tokenizer.truncation is not None else max(map(len, vocabulary))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens."""
@@ -251,23 +237,6 @@ def _characters(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
-
-
-def _kinds(step: Any) -> set[str]:
-    """The kinds of steps that a normalizer or a pre-tokenizer consists of; of those that leave out text "Removing"."""
-    if step is None:
-        return set()
-    facts = json.loads(step.__getstate__())
-    parts = facts.get("normalizers", facts.get("pretokenizers", [facts]))
-    return {_kind(part) for part in parts}
-
-
-def _kind(part: Mapping[str, Any]) -> str:
-    if part.get("behavior") == "Removed":
-        return "Removing"
-    if part["type"] == "Replace" and part["content"] and len(part["pattern"].get("String", "")) == 1:
-        return "Replace of one character"
-    return part["type"]
 
 
 def chat_problems(chat: ChatSettings, folder: str, prefix: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Files read by blocks: every record once a pass (PB-1), exact resuming (PB-2), constant memory, places in errors."""
+"""Files read by blocks: every record once a pass, exact resuming (prompts-3), constant memory, places in errors."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What of a document is trained (DO-1), and how what precedes it is tokenized (DO-2)."""
+"""The trained tokens of a document, and how the text before them is tokenized."""
 
 import json
 from pathlib import Path

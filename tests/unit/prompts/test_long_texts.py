@@ -18,7 +18,6 @@ from goaly.prompts.tokenizer import ChatTokenizer, beside
 SPECIAL = "<|a token that is longer than any other|>"
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def merged(base: Sequence[str], *merges: tuple[str, str]) -> dict[str, Any]:
@@ -35,16 +34,8 @@ KNOWN: dict[str, tuple[Any, Any, Any]] = {
         None,
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\s+"), "isolated"), BYTE_LEVEL]),
     ),
-    "bytes as a fallback": (
-        BPE(**merged(["a", "▁", *FALLBACK], *DOUBLED), byte_fallback=True, fuse_unk=True),
-        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-        None,
-    ),
-    "an unknown token for each character": (BPE(**merged(["a", "b", "?"], *DOUBLED), unk_token="?"), None, None),
 }
 UNKNOWN: dict[str, tuple[Any, Any, Any]] = {
-    "a text that is left out": (BPE(**merged(["a"])), None, None),
-    "one unknown token for many characters": (BPE(**merged(["a", "?"]), unk_token="?", fuse_unk=True), None, None),
     "some bytes are missing": (BPE(**merged(BYTES[:200])), None, BYTE_LEVEL),
     "spaces that are removed": (
         BPE(**merged(BYTES)),
@@ -52,6 +43,7 @@ UNKNOWN: dict[str, tuple[Any, Any, Any]] = {
         pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTE_LEVEL]),
     ),
     "spaces that are made one": (BPE(**merged(BYTES)), normalizers.Replace(Regex(" +"), " "), BYTE_LEVEL),
+    "no bytes": (BPE(**merged(["a", "b", "?"], *DOUBLED), unk_token="?"), None, None),
     "words": (WordLevel({"a": 0, "?": 1}, unk_token="?"), None, pre_tokenizers.Whitespace()),
 }
 

@@ -1,4 +1,4 @@
-"""Mixtures of prompt sources: exact resuming (MX-1), shares (MX-2, MX-3), refused states (MX-4); curricula (CU-1)."""
+"""Mixtures of prompt sources: exact resuming (prompts-3), shares (prompts-4), refused states; curricula."""
 
 import json
 from collections import Counter
@@ -56,7 +56,7 @@ def test_each_source_stays_within_the_number_of_sources_of_its_shares_whatever_t
         for _ in range(count):
             due.update(mixture.shares)
             given_.update([mixture.next().source])
-            assert all(abs(given_[name] - due[name]) < 3 for name in due)  # MX-2
+            assert all(abs(given_[name] - due[name]) < 3 for name in due)  # prompts-4
 
 
 @settings(deadline=None, max_examples=40)
@@ -70,7 +70,7 @@ def test_a_resumed_mixture_gives_the_prompts_that_would_have_come(config, before
     drawn(mixture, 3)
     resumed.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
     assert resumed.shares == mixture.shares
-    assert [resumed.next() for _ in range(12)] == [mixture.next() for _ in range(12)]  # MX-1
+    assert [resumed.next() for _ in range(12)] == [mixture.next() for _ in range(12)]
 
 
 def test_weights_set_live_act_from_the_next_prompt_on() -> None:
@@ -79,7 +79,7 @@ def test_weights_set_live_act_from_the_next_prompt_on() -> None:
     mixture.set_weights({"easy": 3.0, "hard": 0.0})
     assert mixture.shares == {"easy": 0.75, "middle": 0.25, "hard": 0.0}
     counts = drawn(mixture, 40)
-    assert counts["hard"] == 0  # MX-3: also while half a prompt is owed
+    assert counts["hard"] == 0  # also while half a prompt is owed
     assert abs(counts["easy"] - 30) <= 1
 
 
@@ -103,7 +103,7 @@ def test_a_state_of_other_sources_or_another_curriculum_is_refused() -> None:
     state = prompt_mixture(THREE).state_dict()
     other = PromptSettings(task=None, sources=(source("easy", 2), source("other", 3)))
     with pytest.raises(ValueError, match="prompt sources are easy, other, but the saved state has easy, middle"):
-        prompt_mixture(other).load_state_dict(state)  # MX-4
+        prompt_mixture(other).load_state_dict(state)
     with pytest.raises(ValueError, match=r"prompts\.curriculum: the saved state has none"):
         prompt_mixture(LEARNING).load_state_dict(state)
 
@@ -125,7 +125,7 @@ def test_a_curriculum_prefers_what_is_passed_half_the_time_and_gives_up_on_none(
         seen = {"never": 0, "half": 4, "always": 8}
         curriculum.observe({name: Passes(samples=8, passed=passed) for name, passed in seen.items()})
     factors = [curriculum.factor(name) for name in ("never", "half", "always")]
-    assert factors == pytest.approx([0.2, 1.0, 0.2])  # CU-1
+    assert factors == pytest.approx([0.2, 1.0, 0.2])
 
 
 def test_older_samples_fade_by_half_in_a_half_life() -> None:
@@ -147,7 +147,7 @@ def test_how_often_samples_are_reported_changes_nothing(reports, half_life) -> N
         once.observe({"a": Passes(samples=times * found.samples, passed=times * found.passed)})
         for _ in range(times):
             often.observe({"a": found})
-    assert once.pass_rate("a") == pytest.approx(often.pass_rate("a"))  # CU-1
+    assert once.pass_rate("a") == pytest.approx(often.pass_rate("a"))
 
 
 def test_what_is_learnt_moves_the_shares_on_top_of_the_weights() -> None:

@@ -64,7 +64,7 @@ def test_a_file_that_repeats_its_problems_gives_each_once_a_pass(dapo_file: str)
 
 
 def test_a_stream_without_repetitions_resumes_where_it_was(dapo_file: str):
-    """PS-1, PS-3"""
+    """prompts-3"""
     stream = PromptStream(settings(dapo_file))
     before = [stream.next() for _ in range(PROBLEMS + 2)]
     state = stream.state_dict()

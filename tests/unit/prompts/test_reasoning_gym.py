@@ -26,7 +26,7 @@ def taken(stream: PromptStream, count: int):
 
 
 def test_prompts_are_the_data_sets_and_a_resumed_stream_goes_on():
-    """PS-1."""
+    """prompts-3."""
     stream = PromptStream(prompts_of(SUMS))
     first = taken(stream, 5)
     assert first[0].messages[0].content.startswith("State the final answer to the following arithmetic problem: ")
@@ -41,7 +41,7 @@ def test_prompts_are_the_data_sets_and_a_resumed_stream_goes_on():
 
 
 def test_held_out_problems_are_never_trained_on():
-    """SL-1."""
+    """prompts-1."""
     settings = prompts_of(replace(SUMS, options={"max_terms": 2, "max_digits": 1}), held_out_fraction=0.3)
     trained = {prompt.split_key for prompt in taken(PromptStream(settings), 300)}
     held_out = {prompt.split_key for prompt in distinct_prompts(settings, Split.HELD_OUT, 20)}
@@ -54,7 +54,7 @@ def test_held_out_problems_are_never_trained_on():
 
 
 def test_an_answer_is_scored_by_the_data_set_in_tags_or_as_a_whole():
-    prompt = ReasoningGym(SUMS).problem(Random(0))
+    prompt = ReasoningGym(SUMS.data_set, SUMS.wording).problem(Random(0))
     assert verify(prompt, f" {prompt.answer}\n") == 1
     assert verify(prompt, f"{prompt.answer}.00") == 1, "its own scoring compares numbers"
     assert verify(prompt, f"I think <answer>0</answer>, no: <answer> {prompt.answer} </answer>") == 1
@@ -63,8 +63,7 @@ def test_an_answer_is_scored_by_the_data_set_in_tags_or_as_a_whole():
 
 
 def test_an_answer_is_never_scored_against_another_question():
-    """GY-1."""
-    prompt = ReasoningGym(SUMS).problem(Random(0))
+    prompt = ReasoningGym(SUMS.data_set, SUMS.wording).problem(Random(0))
     changed = replace(prompt, metadata={**prompt.metadata, SPLIT_KEY: "of another process"})
     with pytest.raises(ValueError, match="PYTHONHASHSEED=0"):
         verify(changed, "1")

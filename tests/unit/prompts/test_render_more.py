@@ -1,4 +1,4 @@
-"""A recorded chat goes on by what the template adds; what is recorded is never written again (TK-2)."""
+"""A recorded chat goes on by what the template adds; what is recorded is never written again (prompts-2)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Prompt streams: exact resuming (PS-1), disjoint splits (PS-2, SL-1), refused states (PS-3)."""
+"""Prompt streams: exact resuming and refused states (prompts-3), disjoint splits (prompts-1)."""
 
 import json
 from pathlib import Path

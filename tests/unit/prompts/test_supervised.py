@@ -1,4 +1,4 @@
-"""Packed supervised batches: nothing split or lost (SU-2), exact resuming (SU-1), refused states (SU-3)."""
+"""Packed supervised batches: nothing split or lost, exact resuming and refused states (prompts-3)."""
 
 import itertools
 import json
@@ -199,7 +199,7 @@ def test_supervised_settings_without_effect_are_told() -> None:
     ]
 
 
-def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:  # SU-4
+def test_a_task_demonstrates_no_held_out_problem(tokenizer: ChatTokenizer) -> None:  # prompts-1
     settings = SupervisedSettings(task="arithmetic", held_out_fraction=0.5)
     demonstrated = row_stream(settings, tokenizer)
     prompts = PromptStream(PromptSettings(held_out_fraction=0.5))

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them (TK-1): what the templates of well-known models make use of."""
+"""Chat templates render as transformers renders them: what the templates of well-known models make use of."""
 
 import json
 from datetime import datetime

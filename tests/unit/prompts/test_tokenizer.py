@@ -1,4 +1,4 @@
-"""Chat rendering (TK-1) over the tokenizer that goaly makes."""
+"""Chat rendering over the tokenizer that goaly makes."""
 
 import json
 from pathlib import Path
