@@ -55,7 +55,7 @@ class AppServer:
 
 class _Server(uvicorn.Server):
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # process-2: only the controller ends this process
+    def capture_signals(self) -> Iterator[None]:  # base-2: only the controller ends this process
         yield
 
 

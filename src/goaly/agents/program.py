@@ -8,7 +8,8 @@ end is part of the error of a program that fails. The program works in a folder 
 An answer is all of the standard output of a program that exited with 0; any other end fails its episode.
 
 Invariants
-    agents-9: When its episode ends in any way, or its worker does, no process that the program started is left (EV-1).
+    agents-9: When its episode ends in any way, or its worker does, no process that the program
+        started is left (environments-1).
 """
 
 import asyncio

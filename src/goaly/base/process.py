@@ -10,12 +10,12 @@ and counts as ended when it has been silent for `SILENT_SECONDS`.
 own event loop. A stall of the watcher counts as one tick, however long it lasts: a process whose pulses wait in the
 watcher's queue does not count as ended.
 
-    process-1: A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at
+    base-1: A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at
         once. Its owner notices the death, and replaces the process or ends the run. No process stays alive after it has
         failed.
-    process-2: SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses
+    base-2: SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses
         of that process do not inherit this.
-    process-3: A process id that was reused is not mistaken for the first process: its start time differs.
+    base-3: A process id that was reused is not mistaken for the first process: its start time differs.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: obje
 
 
 def outlive_stop_signals() -> None:
-    """Let SIGINT and SIGTERM have no effect on this process from now on (process-2).
+    """Let SIGINT and SIGTERM have no effect on this process from now on (base-2).
 
     A handler that does nothing, because subprocesses inherit ignored signals, and `Popen.terminate()` would not end
     them. A function of the C library, because Python lets only the main thread set its handlers.
@@ -126,7 +126,7 @@ def outlive_stop_signals() -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends for any reason (reward-2)."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -159,7 +159,7 @@ def become(arguments: Sequence[str]) -> NoReturn:
 
 
 def give_up(why: str, error: BaseException | None = None) -> NoReturn:
-    """Log why this process cannot continue, and exit at once. May be called from any thread (process-1)."""
+    """Log why this process cannot continue, and exit at once. May be called from any thread (base-1)."""
     if error is not None:
         why = f"{why}: {cause_of(error)}"
     logger.critical("%s%s", FATAL, " ".join(why.split()), exc_info=error)  # on one line: `fatal_reason` reads one line
@@ -174,7 +174,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def give_up_when_a_thread_fails() -> None:
-    """End this process from now on when any thread raises an uncaught exception (process-1)."""
+    """End this process from now on when any thread raises an uncaught exception (base-1)."""
 
     def failed(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
@@ -221,7 +221,7 @@ def _own_callback(error: BaseException) -> str | None:
 
 
 def vital_task(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-    """Run the coroutine as a task whose failure ends this process (process-1). Its cancellation or end does not."""
+    """Run the coroutine as a task whose failure ends this process (base-1). Its cancellation or end does not."""
 
     def ended(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -281,7 +281,7 @@ class ExitWatch:
         self._gone: asyncio.Handle | None = None
         with suppress(FileNotFoundError, ProcessLookupError):
             self._descriptor = os.pidfd_open(mark.pid)
-            if _started(mark.pid) == mark.started:  # process-3: read while the descriptor pins the process
+            if _started(mark.pid) == mark.started:  # base-3: read while the descriptor pins the process
                 self._loop.add_reader(self._descriptor, self._exited)
                 return
         self._gone = self._loop.call_soon(self._exited)

@@ -9,14 +9,14 @@ thread says so, and `WorkWatchdog` looks at all pieces of work of the process:
     with Work("train"):
         …
 
-Both log the stack of the thread while they wait, and end the process at the limit (process-1); its owner then replaces
+Both log the stack of the thread while they wait, and end the process at the limit (base-1); its owner then replaces
 it. Code that holds the interpreter's lock stops their threads too; the run's heartbeats detect that.
 
 Time during which the whole process was stopped does not count: the limit is divided into parts, and however long one
 wait takes it counts as one part. While nothing is being worked on, the thread of the work's watchdog sleeps until
 something is. A process that never works has no such thread.
 
-    watchdog-1: A piece of work that makes no progress for `hosts.stuck_seconds` ends its process, after that time and
+    base-4: A piece of work that makes no progress for `hosts.stuck_seconds` ends its process, after that time and
         one part more at the latest. Waiting for work is no work.
 """
 
@@ -112,7 +112,7 @@ class WorkWatchdog:
             work.looks += 1
             parts = work.looks - 1  # it began somewhere in the first
             if parts and self.works.get(thread) is work:
-                self._limit.spend(parts, f"{work.name} has made no progress", thread)  # watchdog-1
+                self._limit.spend(parts, f"{work.name} has made no progress", thread)  # base-4
 
     def _watch(self) -> None:
         while True:
@@ -130,7 +130,7 @@ _watchdog: WorkWatchdog | None = None
 
 
 class Work:
-    """A piece of work on the present thread, which the process does not survive if it gets stuck (watchdog-1).
+    """A piece of work on the present thread, which the process does not survive if it gets stuck (base-4).
 
     A thread has one at a time, and does not await in it.
     """

@@ -4,9 +4,9 @@ It adopts every process that the command leaves behind, so that none outlives th
 does, with 128 + N if signal N ended that. FOLDER, unless it is empty, is removed if the owner ends first: an owner that
 was killed cannot remove it. The guardian imports nothing of goaly, and adds 50 ms to a start.
 
-Invariants
-    EV-1  No process that the command started, directly or not, is left when the command ends, when the owner ends for
-          any reason, or when the guardian gets SIGTERM. Nor is the FOLDER of an owner that ends before its command.
+    environments-1: No process that the command started, directly or not, is left when the command ends, when the owner
+        ends for any reason, or when the guardian gets SIGTERM. Nor is the FOLDER of an owner that ends before its
+        command.
 """
 
 import ctypes
@@ -104,7 +104,7 @@ def _wait(owner: int, woken: int, child: int, ended: dict[int, int]) -> None:
 
 
 def _sweep(ended: dict[int, int]) -> None:
-    """Kill all descendants: whoever loses its parent becomes a child of this process (EV-1)."""
+    """Kill all descendants: whoever loses its parent becomes a child of this process (environments-1)."""
     while True:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)

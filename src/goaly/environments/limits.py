@@ -1,8 +1,9 @@
 """An environment under time limits and retries, which counts what happens in it as `environment/…`.
 
-Invariants
-    EV-4  Only a request that had no effect, or may be made again (`Unsent`), is retried, and within its time limit.
-    EV-5  After a timeout or a cancellation the state is unknown: the environment takes no step, and a pool replaces it.
+    environments-2: Only a request that had no effect, or may be made again (`Unsent`), is retried, and within its time
+        limit.
+    environments-3: After a timeout or a cancellation the state is unknown: the environment takes no step, and a pool
+        replaces it.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class LimitedEnvironment:
 
     @property
     def alive(self) -> bool:
-        """Whether a new episode can begin in it (EV-5)."""
+        """Whether a new episode can begin in it."""
         return not self._unknown and self._environment.alive
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
@@ -63,7 +64,7 @@ class LimitedEnvironment:
         return observation
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
-        """Act, and return the consequences. Fails after a timeout or a cancellation, until the next `reset` (EV-5)."""
+        """Act, and return the consequences. Fails after a timeout or a cancellation, until the next `reset`."""
         if self._unknown:
             raise Disconnected("step: the state is unknown after a timeout or a cancellation; call reset first")
         result = await self._limited("step", lambda: self._environment.step(action), self._limits.step_seconds)
@@ -83,7 +84,7 @@ class LimitedEnvironment:
             async with asyncio.timeout(min(left, seconds)):
                 return await self._retried(call)
         except TimeoutError:
-            self._unknown = True
+            self._unknown = True  # environments-3
             _count("timeouts")
             raise EnvironmentTimeout(f"{what}: exceeded {kind}_seconds={limit:g}") from None
         except asyncio.CancelledError:
@@ -98,7 +99,7 @@ class LimitedEnvironment:
         for retry in range(self._limits.retries):
             try:
                 return await call()
-            except Unsent:  # EV-4
+            except Unsent:  # environments-2
                 _count("retries")
                 await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**retry)
         return await call()

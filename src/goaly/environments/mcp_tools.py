@@ -3,9 +3,7 @@
 A mistake of the policy is a message to the policy: a tool that does not exist, arguments that do not fit, a tool that
 fails or exceeds its time limit. These are counted as `tools/…`. Only a server that is gone fails the episode.
 
-Invariants
-    MT-1  Each tool call gets exactly one tool message, in the order of the calls.
-    MT-2  One task enters and leaves the client of `mcp`, which requires this. Any task may call.
+One task enters and leaves the client of `mcp`, which requires this. Any task may call.
 """
 
 import asyncio
@@ -89,7 +87,8 @@ class McpTools:
         return connected and self._process.alive and not self._silent
 
     async def answer(self, message: Message) -> list[Message]:
-        """The tool messages that answer an assistant's message; its calls run in parallel (MT-1)."""
+        """The tool messages that answer an assistant's message, one for each call, in order. The calls run in
+        parallel."""
         return list(await asyncio.gather(*(self._answer(call) for call in message.tool_calls or ())))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -124,7 +123,7 @@ class McpTools:
         await self._process.unless_dead(_wait_for(ready))
 
     async def _keep_session(self, path: str, ready: asyncio.Future[None]) -> None:
-        """Hold the client open until `close` (MT-2)."""
+        """Hold the client open until `close`."""
         try:
             stdio = isinstance(self._process, ServerProcess) and self._process.port is None
             url = "" if stdio else self._process.url + path

@@ -1,13 +1,12 @@
-"""Warm environments that episodes lease: at most so many at once, shared fairly between tasks.
+"""Warm environments that episodes lease: at most `size` at once, shared fairly between tasks.
 
 Episodes count the environments that they start or have replaced, and whether they had to wait, as `environment/…`.
 
-Invariants
-    EV-6  At most `size` environments exist at once, those that start or close included.
-    EV-7  Tasks that wait get environments in turn: while a task waits, no other gets two. Within a task, the first to
-          wait is the first to get one.
-    EV-8  A place is never lost: neither a cancelled waiter nor a failed start keeps one.
-    EV-9  An environment that is dead, or that an episode left in an unknown state, is closed and never leased again.
+Tasks that wait get environments in turn: while a task waits, no other gets two. Within a task, the first to wait is the
+first to get one. An environment that is dead, or that an episode left in an unknown state, is closed and replaced.
+
+    environments-4: At most `size` environments exist at once, those that start or close included, and no place is lost:
+        neither a cancelled waiter nor a failed start keeps one.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ E = TypeVar("E", bound=Pooled)
 
 
 class FairPlaces:
-    """So many places, given to the tasks that wait in turn (EV-7)."""
+    """N places, given to the tasks that wait in turn."""
 
     def __init__(self, count: int):
         self._free = count
@@ -63,7 +62,7 @@ class FairPlaces:
             await turn  # unblocked by `give`
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give()  # EV-8: it got the place at the moment of its cancellation
+                self.give()  # environments-4: it got the place at the moment of its cancellation
             elif task in self._waiting and turn in self._waiting[task]:
                 self._waiting[task].remove(turn)
                 if not self._waiting[task]:
@@ -111,7 +110,7 @@ class EnvironmentPool(Generic[E]):
         try:
             environment = await self._warm_one()
         except BaseException:
-            self._places.give()  # EV-8
+            self._places.give()  # environments-4
             raise
         try:
             yield environment
@@ -152,7 +151,7 @@ class EnvironmentPool(Generic[E]):
         else:
             if not environment.alive:
                 self._replace()
-            self._close(environment, self._places.give)  # EV-6, EV-9: the place is free when it is closed
+            self._close(environment, self._places.give)  # environments-4: the place is free when it is closed
 
     def _replace(self) -> None:
         self.replaced += 1

@@ -3,11 +3,8 @@
     Command(arguments=[".venv-game/bin/uvicorn", "game:app", "--fd", "{fd}"], log=folder / "game.log")
 
 `{fd}` becomes the descriptor of a listening socket (`uvicorn --fd`), so that nobody else can take the port. A program
-that can't be given a socket gets the number of a free port in place of `{port}`.
-
-Invariants
-    EV-2  The process and all its descendants end with their owner, however that ends (`guardian.py`, EV-1).
-    EV-3  A call that waits for a process that ends fails at once, with the exit code and the end of the log.
+that can't be given a socket gets the number of a free port in place of `{port}`. The process and all its descendants
+end with their owner, however that ends (environments-1).
 """
 
 import asyncio
@@ -168,7 +165,7 @@ class ServerProcess:
         return self._process.stdout
 
     async def unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of this work; EnvironmentDied if the process ends before, also if that is why it failed (EV-3)."""
+        """The result of this work; EnvironmentDied if the process ends before, also if that is why it failed."""
         if self._ended.done():
             work.close()
             raise self.death()

@@ -4,7 +4,7 @@ The tensor-parallel ranks of a replica each run this loop: rank 0 decides (`Sche
 others by a `RankLink`. Only the thread touches the engine once it runs.
 
 Every request ends once, after `stop` with `ReplicaLost` (generate-1). A failure of the engine or of a link between
-ranks ends the process (process-1), and so does a round that makes no progress (watchdog-1); waiting for commands has no
+ranks ends the process (base-1), and so does a round that makes no progress (base-4); waiting for commands has no
 time limit.
 
 `Scheduler` starts requests in the order in which they came, up to the engine's limit, and only under the version that

@@ -7,7 +7,7 @@ divided. The requests of a client on this host end with its process, or with its
 
     generate-8: `start` returns with the store's newest version applied: a replacement serves no older weights. It does
         not wait for a trainer that is being replaced.
-    generate-9: A rank that can no longer follow the weights ends its process (process-1), and with it its replica. The
+    generate-9: A rank that can no longer follow the weights ends its process (base-1), and with it its replica. The
         end of the writers is no failure: the replica serves the last version.
 """
 

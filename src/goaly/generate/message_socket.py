@@ -6,7 +6,7 @@ have no names in the file system, and the kernel closes them when a process ends
 
 A listener takes one line, and only from a process of the same user. Messages of one thread arrive whole and in order; a
 message that cannot be pickled is not sent at all. `ended` is called once, also if the other process was killed, and
-never after `close`. An exception while a message is handled ends the process (process-1).
+never after `close`. An exception while a message is handled ends the process (base-1).
 """
 
 import asyncio

@@ -7,7 +7,7 @@ While no replica serves, requests wait; they do not fail. A cancelled caller's r
 An application error of a replica reaches the caller unchanged and is not retried. Sessions that find several replicas
 with the same load take them in turn, and each router starts with another. A broken connection is opened again after 1,
 2, 4, ... seconds as long as its replica is announced; `MOST_BREAKS` in a row without a sample end the process
-(process-1).
+(base-1).
 
     generate-10: When a replica dies, the router retries its unanswered requests at other replicas; their callers do not
         notice. Only a request under which replicas keep dying fails, alone (`connection.py`). A streamed answer goes on

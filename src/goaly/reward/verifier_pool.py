@@ -5,7 +5,7 @@ requests a message holds: many for cheap verifiers, one for slow ones.
 
 A process that exceeds the time limit of a score is killed and replaced. A process works at most `GONE_SECONDS` longer
 for a caller that has gone. Any other failure fails the requests of one process, which is replaced. If a task of the
-pool fails, the pool's own process ends (process-1).
+pool fails, the pool's own process ends (base-1).
 
 Invariant
     reward-1: Every request ends once: with a score, with its own time limit, or with an error that names its prompt. A

@@ -6,7 +6,7 @@ none.
 
     run-8: Every process of the run dies with the controller, however the controller ends (Monarch sets the parent-death
         signal), and not before: a terminal's Ctrl-C reaches only the controller, because each process is in a group of
-        its own; the SIGTERM that schedulers send to all processes ends none of them (process-2).
+        its own; the SIGTERM that schedulers send to all processes ends none of them (base-2).
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Only this thread touches the engine; calls run one at a time, in the order they were made. Steps run while another
 thread writes a checkpoint; only the copy of the state holds them up. Every call and every write is a piece of work that
-the process does not survive if it gets stuck (watchdog-1).
+the process does not survive if it gets stuck (base-4).
 """
 
 import asyncio

@@ -97,7 +97,7 @@ def test_a_controller_places_its_run_without_the_compiler(tiny_model_folder: Pat
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
-def test_stop_signals_end_what_a_process_of_a_run_starts_but_not_itself() -> None:  # process-2
+def test_stop_signals_end_what_a_process_of_a_run_starts_but_not_itself() -> None:  # base-2
     script = """
 import subprocess, threading
 from goaly.base.process import outlive_stop_signals
@@ -129,7 +129,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) -> None:  # process-1
+def test_what_cannot_continue_ends_its_process_at_once_and_says_why(how: str) -> None:  # base-1
     script = f"""
 import asyncio, atexit, logging, threading
 from goaly.base import process

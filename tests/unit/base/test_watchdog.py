@@ -38,7 +38,7 @@ def works():
     ("what", "says", "where"),
     [
         ("asyncio.run(main())", "the event loop has been blocked for rollout.blocked_seconds", "a_tool_that_blocks"),
-        ("works()", "train has made no progress for hosts.stuck_seconds", "a_collective"),  # watchdog-1
+        ("works()", "train has made no progress for hosts.stuck_seconds", "a_collective"),  # base-4
     ],
 )
 def test_what_is_stuck_ends_its_process_and_the_log_says_where(what: str, says: str, where: str) -> None:
@@ -140,7 +140,7 @@ def test_work_without_progress_for_the_limit_ends_its_process(unwatched: WorkWat
     with Work("train"):
         looks(unwatched, PARTS)  # it may have begun just before the first
         with pytest.raises(GaveUp, match=r"^train has made no progress for hosts.stuck_seconds=80, in .*watchdog"):
-            unwatched.look()  # watchdog-1
+            unwatched.look()  # base-4
     assert durations(caplog) == ["10 s", "20 s", "40 s", "80 s"]
     assert "test_watchdog.py" in caplog.messages[0]
 

@@ -51,7 +51,7 @@ async def begun(*failures: Exception | None, **limits) -> LimitedEnvironment:
 
 
 async def test_only_what_may_be_sent_again_is_retried_and_only_so_often():
-    """EV-4."""
+    """environments-2."""
     with counting() as counts:
         environment = await begun(Unsent("full"), Unsent("full"))
         assert (await environment.step({"a": 1})).observation == {"a": 1}
@@ -73,7 +73,7 @@ async def test_only_what_may_be_sent_again_is_retried_and_only_so_often():
 
 
 async def test_a_step_and_an_episode_have_limits_and_retries_do_not_extend_them():
-    """EV-4, EV-5."""
+    """environments-2, environments-3."""
     environment = await begun(None, step_seconds=0.01)
     with pytest.raises(EnvironmentTimeout, match=r"step: exceeded step_seconds=0.01"):
         await environment.step({})
@@ -93,7 +93,7 @@ async def test_a_step_and_an_episode_have_limits_and_retries_do_not_extend_them(
 
 
 async def test_an_environment_whose_step_was_cancelled_is_not_used_again():
-    """EV-5."""
+    """environments-3."""
     environment = await begun(None)
     with counting() as counts:
         step = asyncio.create_task(environment.step({}))

@@ -40,7 +40,7 @@ class Kept:
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "b", "c", "give", "cancel a", "cancel b"]), max_size=60), st.integers(1, 3))
 def test_places_go_to_waiting_tasks_in_turn(operations, count):
-    """EV-7, EV-8."""
+    """environments-4."""
 
     async def run() -> None:
         places, taken = FairPlaces(count), 0
@@ -80,7 +80,7 @@ def test_places_go_to_waiting_tasks_in_turn(operations, count):
 
 
 async def test_one_task_with_many_episodes_does_not_starve_another():
-    """EV-6, EV-7."""
+    """environments-4."""
     kept, order = Kept(), []
 
     async def episode(pool: EnvironmentPool[Fake], task: str) -> None:
@@ -104,7 +104,7 @@ async def test_one_task_with_many_episodes_does_not_starve_another():
 
 
 async def test_a_dead_environment_is_replaced_and_a_warm_one_is_used_again():
-    """EV-6, EV-9."""
+    """environments-4."""
     kept = Kept()
     with counting() as counts:
         await _replace_two(kept)
@@ -132,7 +132,7 @@ async def _replace_two(kept: Kept) -> None:
 
 
 async def test_neither_a_failed_start_nor_a_cancelled_waiter_nor_a_failed_episode_keeps_a_place():
-    """EV-8."""
+    """environments-4."""
     kept = Kept(RuntimeError("no memory"))
     async with EnvironmentPool(kept.make, size=1) as pool:
         with pytest.raises(RuntimeError, match="no memory"):

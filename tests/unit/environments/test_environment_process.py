@@ -54,7 +54,7 @@ async def family(tmp_path: Path) -> tuple[ServerProcess, list[int]]:
 
 
 async def test_stopping_a_server_leaves_none_of_its_descendants(tmp_path, ends):
-    """EV-1."""
+    """environments-1."""
     server, pids = await family(tmp_path)
     ends.watch(*pids)
     await server.stop()
@@ -62,7 +62,7 @@ async def test_stopping_a_server_leaves_none_of_its_descendants(tmp_path, ends):
 
 
 async def test_descendants_end_when_the_command_ends(tmp_path, ends):
-    """EV-1."""
+    """environments-1."""
     server, pids = await family(tmp_path)
     ends.watch(*pids)
     os.kill(pids[1], signal.SIGTERM)
@@ -72,7 +72,7 @@ async def test_descendants_end_when_the_command_ends(tmp_path, ends):
 
 
 def test_no_process_outlives_a_killed_owner(tmp_path, ends):
-    """EV-2."""
+    """environments-1."""
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path / "log")], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         ends.watch(*map(int, owner.stdout.readline().split()))
@@ -81,7 +81,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path, ends):
 
 
 def test_the_folder_of_a_killed_owner_is_removed_unless_another_has_taken_its_path(tmp_path, ends):
-    """EV-1."""
+    """environments-1."""
     own, taken = tmp_path / "own", tmp_path / "taken"
     for folder in (own, taken):
         (folder / "read-only").mkdir(parents=True)
@@ -108,7 +108,6 @@ async def test_a_stopped_server_can_be_ended(tmp_path, ends):
 
 
 async def test_a_waiting_call_fails_at_once_with_exit_code_and_log(tmp_path):
-    """EV-3."""
     server = await ServerProcess.start(shell("read line; echo $line >&2; exit 3", tmp_path))
     waiting = asyncio.create_task(server.unless_dead(asyncio.sleep(1000)))
     server.stdin.write(b"out of memory\n")
@@ -120,7 +119,6 @@ async def test_a_waiting_call_fails_at_once_with_exit_code_and_log(tmp_path):
 
 @pytest.mark.parametrize("error", [Disconnected, Unsent])
 async def test_a_connection_that_fails_because_its_server_is_dying_is_a_death(tmp_path, error):
-    """EV-3."""
     server, pids = await family(tmp_path)
 
     async def work() -> None:

@@ -23,7 +23,7 @@ def number(value):
 
 
 async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(tmp_path):
-    """EV-4."""
+    """environments-2."""
     uvicorn = [sys.executable, "-m", "uvicorn", "counting:app", "--fd", "{fd}"]
     command = Command(arguments=uvicorn, folder=SERVERS, log=tmp_path / "log")
     async with Server(command) as server:
@@ -59,7 +59,7 @@ async def test_a_function_is_played_refuses_and_is_retried_only_if_it_may_be(tmp
 
 
 async def test_an_idempotent_step_is_sent_again_when_its_connection_breaks():
-    """EV-4."""
+    """environments-2."""
     requests = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +128,7 @@ class DyingFirst:
 
 
 async def test_an_episode_begins_in_the_process_that_takes_a_dying_ones_place(command):
-    """EV-4."""
+    """environments-2."""
     async with Server(command("counting.py", "{port}")) as server:
         game: Any = HttpFunction(DyingFirst(server), "/play")  # type: ignore[bad-argument-type]
         environment = LimitedEnvironment(game)

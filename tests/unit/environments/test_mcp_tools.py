@@ -22,7 +22,6 @@ def calls(*named: tuple[str, object]) -> Message:
 
 @pytest.mark.parametrize("arguments", [[], ["{fd}"]], ids=["stdio", "streamable HTTP"])
 async def test_each_call_gets_one_message_also_if_it_is_wrong_or_fails(command, arguments, ends):
-    """MT-1, MT-2."""
     tools = await McpTools.start(command("tools.py", *arguments))
     add = tools.tools[0]["function"]
     assert (add["name"], add["description"]) == ("add", "The sum of two numbers.")
@@ -93,7 +92,6 @@ async def test_a_slow_tool_is_a_message_and_a_server_that_hangs_does_not_count_a
 
 
 async def test_a_server_that_dies_during_a_call_fails_the_episode(command):
-    """EV-3."""
     for server in (command("tools.py"), await ServerProcess.start(command("tools.py", "{fd}"))):
         tools = await McpTools.start(server)
         with counting() as counts:

@@ -103,7 +103,6 @@ async def test_an_episode_in_a_broken_server_fails_by_its_environment_and_the_ne
 
 
 async def test_a_server_killed_mid_step_fails_the_step_and_starts_again_for_the_next_session(game):
-    """EV-3."""
     async with Server(game) as server:
         environment = OpenEnvironment(server, owns_server=True)
         process = (await environment.reset({})).metadata["process"]

@@ -1,4 +1,4 @@
-"""Shared memory without names, with real kills: weights-5, and process-3."""
+"""Shared memory without names, with real kills: weights-5, and base-3."""
 
 import asyncio
 import faulthandler
