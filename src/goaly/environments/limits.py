@@ -1,9 +1,9 @@
 """An environment under time limits and retries, which counts what happens in it as `environment/…`.
 
-    environments-2: Only a request that had no effect, or may be made again (`Unsent`), is retried, and within its time
-        limit.
-    environments-3: After a timeout or a cancellation the state is unknown: the environment takes no step, and a pool
-        replaces it.
+environments-2: Only a request that had no effect, or may be made again (`Unsent`), is retried, and within its time
+    limit.
+environments-3: After a timeout or a cancellation the state is unknown: the environment takes no step, and a pool
+    replaces it.
 """
 
 import asyncio
