@@ -2,9 +2,9 @@
 
     python -m bench.bounds [--bounds N,N] [--seeds N] [--minutes M] [--runs FILE] [--json FILE] [--markdown FILE]
 
-`bench.staleness` makes every token exactly as old as it says, in one process. Here `configs/grpo/tiny.yaml` runs as a
-user runs it, with `backlog.max_staleness` set to each bound, from one warm start and on the same prompts. Age and speed
-are what the machine makes of them. Runs follow one another, bound by bound within a seed. A finished run is a
+`configs/grpo/tiny.yaml` runs as a user runs it, with `backlog.max_staleness` set to each bound, from one warm start and
+on the same prompts. Age and speed are what the machine makes of them (in `docs/results/staleness.md` every token is
+exactly as old as its bound). Runs follow one another, bound by bound within a seed. A finished run is a
 line of the `--runs` file and is not repeated. With `--minutes` no run starts after that time.
 
 `area` is the mean training pass rate over all steps. `loss of area` is that of bound 0 minus this bound's, with the

@@ -9,17 +9,32 @@ from statistics import fmean
 import pytest
 import torch
 
-from bench.staleness import LOSSES, RECOMMENDED, UNCORRECTED
 from goaly.backlog.staleness import StalenessBound
 from goaly.losses.objective import PolicyObjective, finish
+from goaly.losses.settings import LossSettings, Rejection
+from goaly.losses.tokens import Tokens
 
 STEPS, SEEDS = 160, 4
 PROMPTS, SAMPLES, LENGTH = 4, 16, 3
 CONTEXTS, FEATURES, CHOICES = 20, 12, 4
 LR = 0.1
+RECOMMENDED = LossSettings(
+    name="reinforce",
+    proximal="trainer",
+    importance="sequence",
+    importance_cap=2.0,
+    rejections=(Rejection(measure="ratio", level="token", low=0.5),),
+)
+"""That of `configs/recipes/stale.yaml`."""
+UNCORRECTED = LossSettings(name="tests.unit.losses.test_stale_losses:uncorrected")
 
 
-def learn(loss: str, max_staleness: int, seed: int) -> tuple[float, float]:
+def uncorrected(tokens: Tokens) -> torch.Tensor:
+    """`-A log p`: the policy gradient as if the tokens came from the current policy."""
+    return -tokens.advantages_P * tokens.logprobs_P
+
+
+def learn(loss: LossSettings, max_staleness: int, seed: int) -> tuple[float, float]:
     """The pass rate in the end, and the mean effective sample size.
 
     A prompt is LENGTH contexts; an answer is right if it has the right choice at each of them.
@@ -29,7 +44,7 @@ def learn(loss: str, max_staleness: int, seed: int) -> tuple[float, float]:
     right_K = torch.randint(0, CHOICES, (CONTEXTS,), generator=generator)
     weights_DV = torch.zeros(FEATURES, CHOICES, requires_grad=True)
     optimizer = torch.optim.Adam([weights_DV], lr=LR)
-    admission, objective = StalenessBound(1, max_staleness, STEPS), PolicyObjective(LOSSES[loss])
+    admission, objective = StalenessBound(1, max_staleness, STEPS), PolicyObjective(loss)
     versions, sizes = [], []
     for version in range(STEPS):
         versions.append(weights_DV.detach().clone())
