@@ -252,9 +252,9 @@ def _sharded(
     from goaly.models.context_attention import ContextAttention
     from goaly.models.definition import spec_of
     from goaly.plan.flash_shapes import FlashShapes
-    from goaly.train.critic_engine import VALUES
     from goaly.train.logprob_head import LOGPROBS
     from goaly.train.parallel_model import sharded_on_meta
+    from goaly.train.value_head import VALUES
 
     on_cpu = ContextAttention.Config() if trainer.cp > 1 else None
     spec = spec_of(shape, attention=FlashShapes.Config() if on_gpu else on_cpu, lora=trainer.lora)

@@ -27,7 +27,7 @@ IMPORTS = {
     "hub": ("goaly.weights.store", "goaly.journal.logged_queue", "goaly.reward.pool_actor"),
     "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel_model", "goaly.losses.objective"),
     "reference": ("goaly.train.reference", "goaly.train.parallel_model"),
-    "critic": ("goaly.train.critic", "goaly.train.critic_engine", "goaly.train.parallel_model"),
+    "critic": ("goaly.train.critic", "goaly.train.value_head", "goaly.train.parallel_model"),
     "generator": ("goaly.generate.generator", "goaly.generate.vllm_engine", "goaly.weights.subscriber"),
     "rollout": ("goaly.rollout.rollout_worker",),
     "endpoint": ("goaly.rollout.rollout_worker", "goaly.agents.routes"),

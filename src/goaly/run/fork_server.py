@@ -49,7 +49,7 @@ FORKED = {
     "hub": ("goaly.backlog.group_queue", "goaly.journal.run_log"),
     "trainer": (*TRAINED, "goaly.losses.objective"),
     "reference": TRAINED,
-    "critic": (*TRAINED, "goaly.train.critic_engine"),
+    "critic": (*TRAINED, "goaly.train.value_head"),
     "generator": (
         "goaly.generate.vllm_engine",
         "goaly.generate.vllm_model",

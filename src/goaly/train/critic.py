@@ -4,6 +4,7 @@ A mesh of `pp * fsdp * tp * cp` actors is one critic; the controller calls each 
 have fewer or more ranks than the trainer (`row_shares.py`).
 """
 
+import dataclasses
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from goaly.backlog.batch import BatchHandle
     from goaly.backlog.queue import TrajectoryQueue
-    from goaly.train.critic_engine import CriticEngine
+    from goaly.train.model_engine import ModelEngine
     from goaly.trajectory import PackedRows
 
 
@@ -37,7 +38,7 @@ class CriticModel(ModelActor):
         self._trainer = trainer
         self._model = model
         self._queue = queue
-        self._thread: RankThread[CriticEngine] = RankThread("critic")
+        self._thread: RankThread[ModelEngine] = RankThread("critic")
 
     @concurrent_endpoint
     async def start(self, checkpoint: str | Path | None = None) -> None:
@@ -51,17 +52,21 @@ class CriticModel(ModelActor):
         engine = self._thread.engine
 
         def values(packed: "PackedRows") -> "Awaitable[Tensor]":
-            return self._thread.run(lambda: engine.values(packed.rows), "values", batch=batch.id)
+            return self._thread.run(lambda: engine.column(packed.rows), "values", batch=batch.id)
 
         await row_shares.annotate(self._queue, batch.id, "values", engine, values, count=self._trainer.fsdp)
 
     @concurrent_endpoint
     async def step(self, batch: "BatchHandle") -> dict[str, float]:
         """Take the optimizer steps of this batch; every rank returns the metrics of the whole batch."""
+        from goaly.train.value_head import train_values
+
         engine = self._thread.engine
         packed = await row_shares.rows(self._queue, batch.id, engine, count=self._trainer.fsdp)
         started = time.monotonic()
-        metrics = await self._thread.run(lambda: engine.train_steps(packed), "train_critic", batch=batch.id)
+        metrics = await self._thread.run(
+            lambda: train_values(engine, packed, self._settings), "train_critic", batch=batch.id
+        )
         metrics["train_seconds"] = time.monotonic() - started
         return {f"critic/{name}": value for name, value in metrics.items()}
 
@@ -71,7 +76,9 @@ class CriticModel(ModelActor):
         self._thread.close()
         spans.flush()
 
-    def _make_engine(self) -> "CriticEngine":
-        from goaly.train.critic_engine import CriticEngine
+    def _make_engine(self) -> "ModelEngine":
+        from goaly.train.model_engine import ModelEngine
+        from goaly.train.value_head import VALUES
 
-        return CriticEngine(self._model, self._settings, self._trainer)
+        model = dataclasses.replace(self._model, path=self._settings.path or self._model.path)
+        return ModelEngine(model, self._settings.engine_settings(self._trainer), VALUES)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from goaly.weights.dtensor_layout import local
 
@@ -18,12 +19,12 @@ from goaly.weights.dtensor_layout import local
 class EarlierPolicies:
     """Copies of this rank's part of a model's tensors, of the last versions."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], count: int, dtype: torch.dtype):
+    def __init__(self, tensors: Mapping[str, Tensor], count: int, dtype: torch.dtype):
         """The live `tensors` by name, of which parameters are computed with in this `dtype`."""
         self._tensors = tuple(tensors.values())
         self._dtypes = [dtype if isinstance(one, torch.nn.Parameter) else one.dtype for one in self._tensors]
         self._count = count
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._kept: dict[int, list[Tensor]] = {}
 
     @property
     def versions(self) -> list[int]:
@@ -59,5 +60,5 @@ class EarlierPolicies:
             with torch.no_grad():
                 torch._foreach_copy_(live, present)
 
-    def _live(self) -> list[torch.Tensor]:
+    def _live(self) -> list[Tensor]:
         return [local(one) for one in self._tensors]

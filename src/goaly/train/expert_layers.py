@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from goaly.train.microbatch import Microbatch
 from goaly.train.pipeline import Stage
@@ -21,7 +22,7 @@ class ExpertLayers:
     def __init__(self, model: Any, config: Any, stage: Stage, device: torch.device):
         """`config` is torchtitan's of the whole model."""
         self.layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "tokens_per_expert_E")]
-        self._counts: list[torch.Tensor] = []
+        self._counts: list[Tensor] = []
         """Of each layer: choices that were rerouted, all choices, and those that an expert computed."""
         for layer in self.layers:
             dispatcher = layer.routed_experts.token_dispatcher

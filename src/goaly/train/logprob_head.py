@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import ShardingConfig
@@ -50,13 +51,8 @@ class LogprobHead(Linear):
         self._exact = config.exact
 
     def forward(
-        self,
-        input: torch.Tensor,
-        predicting_P: torch.Tensor,
-        targets_P: torch.Tensor,
-        chunk: int,
-        temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, input: Tensor, predicting_P: Tensor, targets_P: Tensor, chunk: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """`(logprobs_P, entropies_P)` of `targets_P`, each predicted by the hidden state numbered in `predicting_P`."""
         weight, group, offset = self.weight, None, 0
         if isinstance(weight, DTensor):
@@ -81,7 +77,7 @@ def _install(decoder: Any) -> None:
     )
 
 
-LOGPROBS = Head(install=_install, in_folder=True)
+LOGPROBS = Head(of="train", install=_install, in_folder=True)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -90,15 +86,15 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_PD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        targets_P: torch.Tensor,
+        hidden_PD: Tensor,
+        weight_VD: Tensor,
+        targets_P: Tensor,
         chunk: int,
         temperature: float,
         group: dist.ProcessGroup | None,
         offset: int,
         exact: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, normalizers = [], [], []
         for hidden_CD, targets_C in zip(hidden_PD.split(chunk), targets_P.split(chunk), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, temperature, exact)
@@ -133,7 +129,7 @@ class _Logprobs(torch.autograd.Function):
         return logprobs_P, entropies_P
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_P: torch.Tensor | None, grad_entropies_P: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs_P: Tensor | None, grad_entropies_P: Tensor | None) -> Any:
         hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
         trains = ctx.needs_input_grad[1]
@@ -161,7 +157,7 @@ class _Logprobs(torch.autograd.Function):
         return grad_hidden_PD, grad_weight_VD, None, None, None, None, None, None
 
 
-def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, exact: bool) -> torch.Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, exact: bool) -> Tensor:
     logits_CV = product(hidden_CD, weight_VD).float() if exact else _product(hidden_CD, weight_VD.t())
     if temperature == 1.0:
         return logits_CV
@@ -169,7 +165,7 @@ def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
     return logits_CV.div_(logits_CV.new_full((), temperature) if exact else temperature)
 
 
-def _as_sampled(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _as_sampled(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs as vLLM computes them (train-10), entropies and normalizers."""
     log_softmax_CV = log_softmax(logits_CV)
     logprob_C = log_softmax_CV.gather(1, targets_C[:, None]).squeeze(1)
@@ -177,7 +173,7 @@ def _as_sampled(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch
     return logprob_C, -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1), chosen_C - logprob_C
 
 
-def _whole_rows(logits_CV: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _whole_rows(logits_CV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The logits of all ranks' parts of the vocabulary."""
     if group is None:
         return logits_CV
@@ -186,7 +182,7 @@ def _whole_rows(logits_CV: torch.Tensor, group: dist.ProcessGroup | None) -> tor
     return torch.cat(parts, 1)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product with float32 accumulation and result.
 
     On a GPU a float32 `a`, such as the gradient of the logits, is first rounded to the type of `b`.
@@ -196,7 +192,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a.float(), b.float())
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the matrix product, computed as in `_product`, to a float32 total."""
     if b.is_cuda and b.dtype != torch.float32:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
@@ -204,14 +200,14 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def _local_targets(targets_C: torch.Tensor, offset: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_targets(targets_C: Tensor, offset: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     """The column of each target on this rank, clamped into range, and whether this rank holds it."""
     local_C = targets_C - offset
     mine_C = (local_C >= 0) & (local_C < vocabulary)
     return local_C.clamp_(0, max(vocabulary - 1, 0)), mine_C
 
 
-def _entropy(logits_CV: torch.Tensor, normalizer_C: torch.Tensor) -> torch.Tensor:
+def _entropy(logits_CV: Tensor, normalizer_C: Tensor) -> Tensor:
     """The entropy of the softmax (this rank's part of the sum); all terms are positive, so none cancel."""
     log_softmax_CV = logits_CV - normalizer_C[:, None]
     return -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1)

@@ -12,6 +12,7 @@ Shape suffixes: R rows, L their length, T tokens of a pass, P trained ones, D do
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
 
@@ -20,21 +21,21 @@ from goaly.trajectory import EXPERT_CHOICES, TensorDict
 class Microbatch:
     """The tokens `[1, T]` of several rows, concatenated, and the P trained tokens among them."""
 
-    tokens_1T: torch.Tensor
-    positions_1T: torch.Tensor
-    predicting_P: torch.Tensor
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    predicting_P: Tensor
     """Index in T of the token whose hidden state predicts each trained token."""
-    targets_P: torch.Tensor
-    cells_P: torch.Tensor
+    targets_P: Tensor
+    cells_P: Tensor
     """Index of each trained token in the flattened rows."""
-    columns: dict[str, torch.Tensor]
+    columns: dict[str, Tensor]
     """The batch's columns at the trained tokens."""
-    choices_1TNK: torch.Tensor | None = None
+    choices_1TNK: Tensor | None = None
     """The sampler's choices of experts, if the batch has them."""
-    replayed_1T: torch.Tensor | None = None
+    replayed_1T: Tensor | None = None
     """Marks the tokens whose choices are replayed."""
 
-    def part(self, places: torch.Tensor) -> tuple["Microbatch", torch.Tensor]:
+    def part(self, places: Tensor) -> tuple["Microbatch", Tensor]:
         """The tokens at these places of T, with the trained tokens that they predict; and the places of these in P."""
         place_T = torch.full_like(self.tokens_1T[0], -1).index_copy_(0, places, torch.arange(len(places)).to(places))
         own = (place_T[self.predicting_P] >= 0).nonzero().flatten()

@@ -1,6 +1,6 @@
 """The engine of one rank: model, optimizer and schedule, without an actor.
 
-The base of `TrainEngine`, the policy's engine, and of `CriticEngine`. They differ in the head that replaces the output
+It is the critic's, and the base of the policy's (`train_engine.py`). They differ in the head that replaces the output
 projection, and in the objective.
 
 Consumes packed rows, produces parameters. All ranks call the same methods in the same order; data-parallel ranks have
@@ -20,15 +20,16 @@ Invariants
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from goaly.base.errors import GoalyError
 from goaly.base.watchdog import progress
 from goaly.losses.objective import Contribution
 from goaly.models.definition import versioned_tensors
@@ -42,25 +43,29 @@ from goaly.trajectory import PackedRows, TensorDict
 from goaly.weights.dtensor_layout import local
 
 if TYPE_CHECKING:
+    from goaly.train.parity_check import ParityCheck
     from goaly.weights.digest import Digest
 
 
-class ModelEngine(ABC):
+class ModelEngine:
     """Model, optimizer and schedule of one rank; with `trains=False` a frozen model for forward passes only.
 
     A frozen model has parameters of its compute type, with `offload` in CPU memory.
     """
 
-    _not_finite: ClassVar[str]
-    """The error of a metric that is not finite, with places for its name, its value and `steps_done`."""
     _replays: ClassVar[bool] = False
     """Whether tokens go to the experts that the sampler chose, if the rows have its choices."""
 
-    def __init__(self, model: ModelSettings, settings: TrainerSettings, *, trains: bool = True, offload: bool = False):
+    def __init__(
+        self, model: ModelSettings, settings: TrainerSettings, head: Head, *, trains: bool = True, offload: bool = False
+    ):
         self._source = model.path
+        self._head = head
         self.settings = settings
+        self._parity: ParityCheck | None = None
+        """Compares the next pass over trained tokens with the sampler's log-probs."""
         assert not (trains and offload), "only a frozen model can be offloaded"
-        self._parallel = build_parallel(model, settings, self._head(), trains=trains, offload=offload)
+        self._parallel = build_parallel(model, settings, head, trains=trains, offload=offload)
         self._model = self._parallel.model
         self._pipeline = self._parallel.pipeline
         self._experts = None
@@ -107,10 +112,10 @@ class ModelEngine(ABC):
         """
         if denominator < 1:
             raise ValueError(f"denominator={denominator}: must be at least 1; the batch has no trained token")
-        parts: list[dict[str, torch.Tensor]] = []
-        maxima: list[dict[str, torch.Tensor]] = []
+        parts: list[dict[str, Tensor]] = []
+        maxima: list[dict[str, Tensor]] = []
 
-        def loss_of(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def loss_of(batch: Microbatch, outputs: tuple[Tensor, ...]) -> Tensor:
             part = objective(*outputs, batch.columns, self.steps_done)
             loss = part.total / denominator
             parts.append(sums(part, loss, len(batch.cells_P)))
@@ -134,7 +139,7 @@ class ModelEngine(ABC):
         self.steps_done += last
         return metrics
 
-    def _train(
+    def train(
         self,
         minibatches: Sequence[PackedRows],
         objective: Callable[..., Contribution],
@@ -152,7 +157,7 @@ class ModelEngine(ABC):
         metrics = combine(steps).metrics
         return metrics if self._experts is None else metrics | self._experts.take_loads(self.settings.expert_bias_rate)
 
-    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+    def named_tensors(self) -> Mapping[str, Tensor]:
         """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
         only."""
         return {name: tensor.detach() for name, tensor in versioned_tensors(self._model).items()}
@@ -184,7 +189,7 @@ class ModelEngine(ABC):
             self._digest = Digest(self.named_tensors())
         return self._digest.compute()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The state that resuming needs: live tensors by name, which may be sharded. Read them between steps only."""
         state = {f"model.{name}": tensor for name, tensor in self.named_tensors().items()}
         if self._optimizer is not None:
@@ -194,7 +199,7 @@ class ModelEngine(ABC):
         return state | {"steps_done": self._steps_done}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`. Learning rate, schedule and AdamW's other settings are this engine's own."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
@@ -202,27 +207,25 @@ class ModelEngine(ABC):
         if self._optimizer is not None:
             self._optimizer.seek(self.steps_done)
 
-    @abstractmethod
-    def _head(self) -> Head:
-        """The head that replaces the output projection."""
-
-    @abstractmethod
-    def _apply_head(self, hidden_1TD: torch.Tensor, batch: Microbatch) -> tuple[torch.Tensor, ...]:
-        """The head's outputs for each trained token, `[P]` each: the objective's first arguments."""
-
     def _pass_through(
         self,
         rows: Sequence[TensorDict],
-        finish: Callable[[Microbatch, tuple[torch.Tensor, ...]], torch.Tensor | None],
+        finish: Callable[[Microbatch, tuple[Tensor, ...]], Tensor | None],
         *,
         trains: bool = False,
     ) -> None:
         """Take a microbatch for each of these `rows` through all stages. The last one calls `finish` with the outputs
         for all its trained tokens, which gives the loss if the model `trains`."""
 
-        def forward(batch: Microbatch, hidden_1TD: torch.Tensor | None) -> torch.Tensor | None:
+        check, self._parity = self._parity, None  # train-9: the next pass may come after a step
+
+        def forward(batch: Microbatch, hidden_1TD: Tensor | None) -> Tensor | None:
             outputs = self._outputs(batch, hidden_1TD)
-            return finish(batch, outputs) if self._pipeline.stage.is_last else outputs[0]
+            if not self._pipeline.stage.is_last:
+                return outputs[0]
+            if check is not None:
+                check.compare(batch, outputs[0], self.steps_done)
+            return finish(batch, outputs)
 
         def restore(batch: Microbatch) -> None:
             self._begin(self._part(batch)[0])
@@ -230,8 +233,14 @@ class ModelEngine(ABC):
         self._pipeline.run(rows, self._microbatch, forward, restore if trains else None)
         if not trains and isinstance(self._model, FSDPModule):
             self._model.reset_iter_state()  # or the next pass would reuse the gathered parameters
+        if check is not None:
+            try:
+                check.agree(self.steps_done)
+            except GoalyError:
+                self._model.zero_grad()
+                raise
 
-    def _outputs(self, batch: Microbatch, hidden_1TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, batch: Microbatch, hidden_1TD: Tensor | None = None) -> tuple[Tensor, ...]:
         """The head's outputs for all trained tokens, given the hidden states of the previous stage if there is one;
         before the last stage, the hidden states of this one."""
         from goaly.models.attention import document_masks
@@ -249,12 +258,13 @@ class ModelEngine(ABC):
         assert hidden_1TD is not None
         if not self._pipeline.stage.is_last:
             return (hidden_1TD,)
-        outputs = self._apply_head(hidden_1TD, part)
+        logprobs = self.settings.logprob_chunk, self.settings.temperature
+        outputs = self._model.lm_head(hidden_1TD, part.predicting_P, part.targets_P, *logprobs)
         if context is None or own is None:
             return outputs
         return context.joined(outputs, own, len(batch.cells_P))  # CP-4
 
-    def _part(self, batch: Microbatch) -> tuple[Microbatch, torch.Tensor | None]:
+    def _part(self, batch: Microbatch) -> tuple[Microbatch, Tensor | None]:
         """The tokens that this rank computes, and the places of their trained tokens if they are not all."""
         context = self._parallel.context
         if context is None:
@@ -267,13 +277,13 @@ class ModelEngine(ABC):
             self._experts.begin(part, replays=self._replays)
 
     @torch.no_grad()
-    def _column(self, rows: TensorDict) -> torch.Tensor:
+    def column(self, rows: TensorDict) -> Tensor:
         """The head's first output at the trained tokens as a column `[R, L]` f32; 0 at all others."""
         microbatches = rows.split(self.settings.microbatch_rows)
         column_RL = torch.zeros(rows.batch_size)
         parts = iter(column_RL.split(self.settings.microbatch_rows))
 
-        def keep(batch: Microbatch, outputs: tuple[torch.Tensor, ...]) -> None:
+        def keep(batch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
             next(parts).view(-1)[batch.cells_P.cpu()] = outputs[0].float().cpu()
 
         self._pass_through(microbatches, keep)
@@ -290,7 +300,7 @@ class ModelEngine(ABC):
         torch._foreach_mul_(gradients, factor)
         return factor
 
-    def _across_ranks(self, parts: list[dict[str, torch.Tensor]], operation: Any) -> dict[str, float]:
+    def _across_ranks(self, parts: list[dict[str, Tensor]], operation: Any) -> dict[str, float]:
         """Reduce the last stage's values over the microbatches, and over the ranks with different rows."""
         found: dict[str, float] = {}
         if parts and parts[0]:
@@ -305,4 +315,5 @@ class ModelEngine(ABC):
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._model.zero_grad()
-                raise FloatingPointError(self._not_finite.format(name, value, self.steps_done))  # train-2
+                at = f"policy version {self.steps_done}"
+                raise FloatingPointError(f"{self._head.of} {name} is {value} at {at}")  # train-2

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.utils import clip_grad_norm_
@@ -66,7 +67,7 @@ class ScheduledOptimizer:
         if advance and self._schedulers.schedulers[0].last_epoch < self._total_steps:
             self._schedulers.step()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The live step counts and moments, by kind and parameter; zeros before the first step."""
         return {
             f"{kind}.{name}": tensor
@@ -86,7 +87,7 @@ class ScheduledOptimizer:
                 group["lr"] = lr  # torchtitan leaves it as it was until the next step
 
 
-def _adamw_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def _adamw_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The live state of a parameter, as AdamW would make it before its first step."""
     state = optimizer.state[parameter]
     if not state:

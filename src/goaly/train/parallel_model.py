@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from goaly.base.errors import ConfigError
@@ -51,6 +52,8 @@ class ParallelModel:
 class Head:
     """A module that replaces a model's output projection."""
 
+    of: str
+    """The name of a model with this head in errors."""
     install: Callable[[Any], None]
     """Puts the head into a decoder's config whose shardings are set."""
     in_folder: bool
@@ -198,7 +201,7 @@ def _pipeline(
     if stage.count == 1:
         return Pipeline(stage)
 
-    def hidden(tokens: int) -> torch.Tensor:
+    def hidden(tokens: int) -> Tensor:
         return torch.empty(1, tokens // (trainer.cp * trainer.tp), width, dtype=dtype, device=device)
 
     return Pipeline(

@@ -25,6 +25,7 @@ import logging
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from goaly.base.errors import ParityError, SchemaError
 from goaly.train.microbatch import Microbatch
@@ -42,13 +43,16 @@ class ParityCheck:
         self._ranks = ranks
         self._alike = alike
         self._warns = reports
+        self.compared = 0
+        """Tokens of the batch that have been compared, on all ranks."""
 
-    def begin(self) -> None:
-        """Compare the microbatches of a pass from now on."""
+    def begin(self) -> "ParityCheck":
+        """This check, for the microbatches of a new pass."""
         self._counts = torch.zeros(3, dtype=torch.int64)
         self._first = ""
+        return self
 
-    def compare(self, batch: Microbatch, logprobs_P: torch.Tensor, version: int) -> None:
+    def compare(self, batch: Microbatch, logprobs_P: Tensor, version: int) -> None:
         """Compare the next microbatch, where this version sampled the tokens."""
         sampler_P, versions_P = batch.columns["sampler_logprobs"], batch.columns["sampler_versions"]
         compared_P = versions_P == version  # train-9
@@ -63,9 +67,9 @@ class ParityCheck:
                 f"trainer's log-prob is {float(logprobs_P[number])!r}, the sampler's {float(sampler_P[number])!r}."
             )
 
-    def agree(self, version: int) -> int:
-        """The tokens compared on all ranks, after the last microbatch; raises a ParityError if one differs on any rank,
-        and a SchemaError if one is of a version that is still to come. Every rank must call it."""
+    def agree(self, version: int) -> None:
+        """Count the compared tokens of all ranks, after the last microbatch; ParityError if one differs on any rank,
+        SchemaError if one is of a version that is still to come. Every rank must call it."""
         found = [self._first]
         if self._ranks > 1:
             dist.all_reduce(self._counts)
@@ -81,18 +85,18 @@ class ParityCheck:
             )
         if unknown:
             raise SchemaError(f"sampler_versions: tokens of versions after {version}, the trainer's own: {unknown}")
-        return tokens
+        self.compared += tokens
 
-    def metrics(self, compared: int, trained: int) -> dict[str, float]:
-        """The metrics of a step that compared `compared` of its `trained` tokens."""
-        if self._warns and compared < trained:
+    def metrics(self, trained: int) -> dict[str, float]:
+        """The metrics of a step on a batch of `trained` tokens."""
+        if self._warns and self.compared < trained:
             self._warns = False
             logger.warning(
                 "model.numerics=bitwise: this step compared %d of its %d tokens. The trainer has no parameters of the "
                 "policy versions that sampled the others: it began with a checkpoint after them, or they are older "
                 "than `backlog.max_staleness` versions. %s has the share of each step.",
-                compared,
+                self.compared,
                 trained,
                 SHARE,
             )
-        return {TOKENS: float(compared), SHARE: compared / max(trained, 1), DIFFERING: 0.0}
+        return {TOKENS: float(self.compared), SHARE: self.compared / max(trained, 1), DIFFERING: 0.0}

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -75,19 +76,6 @@ def keep_stage(model: Any, stage: Stage) -> None:
         model.norm = model.lm_head = None
 
 
-def entering(hidden_1LD: torch.Tensor, tp_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The hidden states that a stage computes with, of which each tensor-parallel rank got its part."""
-    return hidden_1LD if tp_mesh is None else DTensor.from_local(hidden_1LD, tp_mesh, [Shard(1)], run_check=False)
-
-
-def leaving(hidden_1TD: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the hidden states that a stage gave."""
-    if not isinstance(hidden_1TD, DTensor):
-        return hidden_1TD
-    assert hidden_1TD.placements == (Shard(1),), "sequence parallelism divides hidden states between blocks"
-    return hidden_1TD.to_local()
-
-
 class PassOrder(NamedTuple):
     """A pass of a microbatch in the order of passes."""
 
@@ -106,16 +94,8 @@ def schedule(stage: Stage, microbatches: int, *, trains: bool) -> list[PassOrder
     return order + [PassOrder(number, True) for number in range(microbatches - early, microbatches)]
 
 
-class _Waiting(NamedTuple):
-    """A microbatch whose backward pass is to come."""
-
-    batch: Microbatch
-    arrived: torch.Tensor | None
-    output: torch.Tensor
-
-
 class _Message(NamedTuple):
-    tensor: torch.Tensor
+    tensor: Tensor
     to: int
     """The stage that gets it."""
 
@@ -130,7 +110,7 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         tp_mesh: DeviceMesh | None = None,
         writes: bool = True,
-        hidden: Callable[[int], torch.Tensor] | None = None,
+        hidden: Callable[[int], Tensor] | None = None,
     ):
         """`mesh` is the column's; None if there is only one stage. `hidden` makes an empty tensor for this rank's
         hidden states of a microbatch of so many tokens, which tensor-parallel ranks divide among `tp_mesh`. The column
@@ -148,7 +128,7 @@ class Pipeline:
         self,
         rows: Sequence[TensorDict],
         prepare: Callable[[TensorDict], Microbatch],
-        forward: Callable[[Microbatch, torch.Tensor | None], torch.Tensor | None],
+        forward: Callable[[Microbatch, Tensor | None], Tensor | None],
         restore: Callable[[Microbatch], None] | None = None,
     ) -> None:
         """Take a microbatch for each of these `rows` through all stages; every rank of the column must call it.
@@ -156,20 +136,28 @@ class Pipeline:
         `forward` gets the hidden states of the previous stage, and gives this stage's or, on the last one, the loss.
         Without `restore`, which is called before each backward pass, there are only forward passes.
         """
-        waiting: dict[int, _Waiting] = {}
+        trains = restore is not None
+        waiting: dict[int, tuple[Microbatch, Tensor | None, Tensor]] = {}
+        """Microbatches whose backward pass is to come, with what arrived and the output."""
         sent: _Message | None = None
-        for number, is_backward in schedule(self.stage, len(rows), trains=restore is not None):
+        for number, is_backward in schedule(self.stage, len(rows), trains=trains):
             progress()
-            if is_backward:
-                assert restore is not None
-                sent = self._backward(waiting.pop(number), sent, restore)
+            if is_backward and restore is not None:
+                batch, arrived, output = waiting.pop(number)
+                gradient = self._exchange(sent, batch, self.stage.number + 1)
+                restore(batch)
+                output.backward(gradient)
+                sent = None
+                if arrived is not None:
+                    assert arrived.grad is not None
+                    sent = _Message(arrived.grad.contiguous(), self.stage.number - 1)
             else:
                 batch = prepare(rows[number])
                 arrived = self._exchange(sent, batch, self.stage.number - 1)
-                sent, output = self._forward(batch, arrived, forward, trains=restore is not None)
-                if restore is not None and output is not None:
-                    waiting[number] = _Waiting(batch, arrived, output)
-                del output
+                sent, output = self._forward(batch, arrived, forward, trains=trains)
+                if trains and output is not None:
+                    waiting[number] = batch, arrived, output
+            del batch, arrived, output
         self._exchange(sent)
 
     def from_last(self, found: Found) -> Found:
@@ -180,59 +168,50 @@ class Pipeline:
         dist.broadcast_object_list(box, group=self._group, group_src=self.stage.count - 1)
         return box[0]
 
-    def gathered(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of this stage, and on the rank that writes folders after them those of the later stages, in CPU
         memory. Every rank must take them all."""
         for name, tensor in tensors:
             if self._writes and not self.stage.is_first:
-                self._send((name, tensor.shape, tensor.dtype))
+                dist.send_object_list([(name, tensor.shape, tensor.dtype)], group=self._group, group_dst=0)
                 dist.send(tensor.cpu().contiguous(), group=self._group, group_dst=0)
             yield name, tensor
         if self._writes and not self.stage.is_first:
-            self._send(None)
+            dist.send_object_list([None], group=self._group, group_dst=0)
         elif self._writes:
             for stage in range(1, self.stage.count):
-                while (about := self._receive(stage)) is not None:
-                    name, shape, dtype = about
+                while True:
+                    about: list[Any] = [None]
+                    dist.recv_object_list(about, group=self._group, group_src=stage)
+                    if about[0] is None:
+                        break
+                    name, shape, dtype = about[0]
                     tensor = torch.empty(shape, dtype=dtype)
                     dist.recv(tensor, group=self._group, group_src=stage)
                     yield name, tensor
 
-    def _send(self, about: Any) -> None:
-        dist.send_object_list([about], group=self._group, group_dst=0)
-
-    def _receive(self, stage: int) -> Any:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, group=self._group, group_src=stage)
-        return box[0]
-
     def _forward(
         self,
         batch: Microbatch,
-        arrived: torch.Tensor | None,
-        forward: Callable[[Microbatch, torch.Tensor | None], torch.Tensor | None],
+        hidden: Tensor | None,
+        forward: Callable[[Microbatch, Tensor | None], Tensor | None],
         *,
         trains: bool,
-    ) -> tuple[_Message | None, torch.Tensor | None]:
-        hidden = None if arrived is None else entering(arrived.requires_grad_(trains), self._tp_mesh)
+    ) -> tuple[_Message | None, Tensor | None]:
+        """The message to the next stage, and the output of this one, of which tensor-parallel ranks have parts."""
+        if hidden is not None:
+            hidden.requires_grad_(trains)
+            if self._tp_mesh is not None:
+                hidden = DTensor.from_local(hidden, self._tp_mesh, [Shard(1)], run_check=False)
         output = forward(batch, hidden)
         if self.stage.is_last or output is None:
             return None, output
-        output = leaving(output)
+        if isinstance(output, DTensor):
+            assert output.placements == (Shard(1),), "sequence parallelism divides hidden states between blocks"
+            output = output.to_local()
         return _Message(output.detach(), self.stage.number + 1), output
 
-    def _backward(self, one: _Waiting, sent: _Message | None, restore: Callable[[Microbatch], None]) -> _Message | None:
-        gradient = self._exchange(sent, one.batch, self.stage.number + 1)
-        restore(one.batch)
-        one.output.backward(gradient)
-        if one.arrived is None:
-            return None
-        assert one.arrived.grad is not None
-        return _Message(one.arrived.grad.contiguous(), self.stage.number - 1)
-
-    def _exchange(
-        self, sent: _Message | None, batch: Microbatch | None = None, source: int = -1
-    ) -> torch.Tensor | None:
+    def _exchange(self, sent: _Message | None, batch: Microbatch | None = None, source: int = -1) -> Tensor | None:
         """Send what a pass gave, and receive what the stage `source`, if there is one, sends of this microbatch:
         at once, because the two may wait for each other (train-8)."""
         arriving, operations = None, []

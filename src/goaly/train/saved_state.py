@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -108,22 +109,22 @@ class _LocalTensor:
     """The rectangles of a tensor that this rank holds, and the local tensor that they are in."""
 
     layout: Layout
-    local: torch.Tensor
+    local: Tensor
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in self.layout]
 
-    def part(self, index: MetadataIndex) -> torch.Tensor:
+    def part(self, index: MetadataIndex) -> Tensor:
         """The rectangle that begins at the index's offset."""
         return next(region(self.local, *one.place) for one in self.layout if one.offset == index.offset)
 
 
-def _local_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, _LocalTensor]:
+def _local_tensors(state: Mapping[str, Tensor]) -> dict[str, _LocalTensor]:
     return {name: _LocalTensor(layout_of({name: tensor}), local(tensor)) for name, tensor in state.items()}
 
 
-def _host(tensor: torch.Tensor) -> torch.Tensor:
+def _host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -154,7 +155,7 @@ class _SavePlanner(DefaultSavePlanner):
         )
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The elements of a rectangle."""
         return self.state_dict[index.fqn].part(index)
 
@@ -196,7 +197,7 @@ class _LoadPlanner(DefaultLoadPlanner):
             ]
         )
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The rectangle to fill."""
         return self.state_dict[index.fqn].part(index)
 

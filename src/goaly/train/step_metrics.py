@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from goaly.losses.objective import Contribution, finish
 
@@ -41,14 +41,14 @@ def combine(steps: Sequence[StepMetrics]) -> StepMetrics:
     )
 
 
-def sums(part: Contribution, loss: torch.Tensor, tokens: int) -> dict[str, torch.Tensor]:
+def sums(part: Contribution, loss: Tensor, tokens: int) -> dict[str, Tensor]:
     """The sums of this microbatch: its part of the batch's loss, counts and means."""
     found = {TOKENS: loss.new_tensor(tokens), "loss": loss.detach()}
     found |= {name: values_P.detach().sum() for name, values_P in part.mean.items()}
     return found if part.count is None else found | {COUNT: part.count}
 
 
-def greatest(part: Contribution) -> dict[str, torch.Tensor]:
+def greatest(part: Contribution) -> dict[str, Tensor]:
     """The maxima of this microbatch; -inf without a trained token."""
     return {
         name: values_P.detach().amax() if len(values_P) else values_P.new_tensor(-math.inf)

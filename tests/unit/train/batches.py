@@ -8,10 +8,12 @@ from tensordict import TensorDict
 
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
-from goaly.train.settings import OptimizerSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
 if TYPE_CHECKING:
+    from goaly.models.settings import ModelSettings
+    from goaly.train.model_engine import ModelEngine
     from goaly.train.train_engine import TrainEngine
 
 VOCABULARY = 32
@@ -70,6 +72,14 @@ def pack(sequences: list[Document], *, rows: int, row_length: int) -> PackedRows
         batch_trained_tokens=sum(int(sequence["trained"].sum()) for sequence in sequences),
         batch_sequences=len(sequences),
     )
+
+
+def critic_engine(model: "ModelSettings", critic: CriticSettings, trainer: TrainerSettings) -> "ModelEngine":
+    """The engine of a critic, as its actor makes it."""
+    from goaly.train.model_engine import ModelEngine
+    from goaly.train.value_head import VALUES
+
+    return ModelEngine(model, critic.engine_settings(trainer), VALUES)
 
 
 def gradients(

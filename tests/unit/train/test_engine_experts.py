@@ -19,13 +19,12 @@ from goaly.losses.objective import Contribution, PolicyObjective
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.numerics.experts import MixtureOfExperts
-from goaly.train.critic_engine import CriticEngine
 from goaly.train.microbatch import Microbatch
 from goaly.train.settings import CriticSettings, OptimizerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, TensorDict
 from goaly.weights.dtensor_layout import local
-from tests.unit.train.batches import LOSS, SETTINGS, documents, gradients, pack
+from tests.unit.train.batches import LOSS, SETTINGS, critic_engine, documents, gradients, pack
 
 
 @pytest.fixture
@@ -312,7 +311,7 @@ def test_replaying_its_own_choices_changes_nothing(with_experts: Callable[[float
 
 def test_a_critic_chooses_experts_itself(tmp_path: Path):
     folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
-    critic = CriticEngine(ModelSettings(path=str(folder)), CriticSettings(), SETTINGS)
+    critic = critic_engine(ModelSettings(path=str(folder)), CriticSettings(), SETTINGS)
     torch.nn.init.normal_(critic._model.lm_head.weight)
     rows = pack(documents(4, choices=CHOICES), rows=2, row_length=160).rows
-    assert torch.equal(critic.values(rows), critic.values(rows.exclude(EXPERT_CHOICES)))
+    assert torch.equal(critic.column(rows), critic.column(rows.exclude(EXPERT_CHOICES)))

@@ -16,13 +16,13 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.rendezvous import lasting_port
-from goaly.train.critic_engine import CriticEngine
 from goaly.train.parallel_model import _layout
 from goaly.train.rank import join_process_group
 from goaly.train.settings import AXES, CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
+from goaly.train.value_head import train_values
 from goaly.trajectory import Minibatch, PackedRows
-from tests.unit.train.batches import documents, pack
+from tests.unit.train.batches import critic_engine, documents, pack
 
 REJECTION = Rejection(measure="ratio", level="token", low=0.3, high=3.0, policy="current")
 OBJECTIVES = {
@@ -243,12 +243,12 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
     """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
     degrees = {axis: getattr(settings, axis) for axis in (*AXES, "ep")}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
-    engine = CriticEngine(model_of(folder), critic, settings)
+    engine = critic_engine(model_of(folder), critic, settings)
     share = in_two(pack(batch_documents(), rows=ROWS, row_length=160), engine.dp_rank, settings.fsdp)
     share.rows["returns"] = share.rows["advantages"]  # any numbers
-    share.rows["values"] = engine.values(share.rows)
-    metrics = engine.train_steps(share)
-    return {"metrics": metrics, "values": engine.values(share.rows), "dp_rank": engine.dp_rank}
+    share.rows["values"] = engine.column(share.rows)
+    metrics = train_values(engine, share, critic)
+    return {"metrics": metrics, "values": engine.column(share.rows), "dp_rank": engine.dp_rank}
 
 
 def in_each_process(rank: int, port: int, models: Path, out: Path, names: list[str]) -> None:

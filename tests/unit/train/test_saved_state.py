@@ -19,15 +19,15 @@ from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.rendezvous import lasting_port
-from goaly.train.critic_engine import CriticEngine
 from goaly.train.model_engine import ModelEngine
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
+from goaly.train.value_head import train_values
 from goaly.trajectory import PackedRows
 from goaly.weights.dtensor_layout import shards_of
 from goaly.weights.layout import region
-from tests.unit.train.batches import documents, pack
+from tests.unit.train.batches import critic_engine, documents, pack
 
 SETTINGS = TrainerSettings(
     optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1),
@@ -48,9 +48,11 @@ def policy(folder: Path, settings: TrainerSettings = SETTINGS) -> TrainEngine:
     return TrainEngine(ModelSettings(path=str(folder)), settings)
 
 
-def critic(folder: Path) -> CriticEngine:
-    own = CriticSettings(optimizer=SETTINGS.optimizer, schedule=SETTINGS.schedule)
-    return CriticEngine(ModelSettings(path=str(folder)), own, SETTINGS)
+CRITIC = CriticSettings(optimizer=SETTINGS.optimizer, schedule=SETTINGS.schedule)
+
+
+def critic(folder: Path) -> ModelEngine:
+    return critic_engine(ModelSettings(path=str(folder)), CRITIC, SETTINGS)
 
 
 def batch(engine: ModelEngine, number: int) -> PackedRows:
@@ -62,11 +64,10 @@ def batch(engine: ModelEngine, number: int) -> PackedRows:
 def step(engine: ModelEngine) -> dict[str, float]:
     """Train on the batch whose turn it is."""
     packed = batch(engine, engine.steps_done)
-    if isinstance(engine, CriticEngine):
+    if not isinstance(engine, TrainEngine):
         packed.rows["returns"] = packed.rows["advantages"]
-        packed.rows["values"] = engine.values(packed.rows)
-        return engine.train_steps(packed)
-    assert isinstance(engine, TrainEngine)
+        packed.rows["values"] = engine.column(packed.rows)
+        return train_values(engine, packed, CRITIC)
     return engine.train_step(packed, PolicyObjective(LossSettings(kl_coef=0.05)))
 
 

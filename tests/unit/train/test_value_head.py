@@ -12,16 +12,18 @@ import torch
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config.check import check
+from goaly.losses.value_loss import ValueLoss
 from goaly.models.attention import document_masks
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import AdvantageSettings
 from goaly.train import row_shares
-from goaly.train.critic_engine import CriticEngine
+from goaly.train.model_engine import ModelEngine
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
+from goaly.train.value_head import train_values
 from goaly.trajectory import Group, Minibatch, Outcome, PackedRows, Trajectory, token_data
-from tests.unit.train.batches import Document, documents, pack
+from tests.unit.train.batches import Document, critic_engine, documents, pack
 
 TRAINER = TrainerSettings(microbatch_rows=2)
 SETTINGS = CriticSettings(optimizer=OptimizerSettings(lr=3e-3))
@@ -29,8 +31,8 @@ SETTINGS = CriticSettings(optimizer=OptimizerSettings(lr=3e-3))
 
 @pytest.fixture
 def engine(tiny_model_folder: Path):
-    def made(settings: CriticSettings = SETTINGS, folder: Path = tiny_model_folder) -> CriticEngine:
-        return CriticEngine(ModelSettings(path=str(folder)), settings, TRAINER)
+    def made(settings: CriticSettings = SETTINGS, folder: Path = tiny_model_folder) -> ModelEngine:
+        return critic_engine(ModelSettings(path=str(folder)), settings, TRAINER)
 
     return made
 
@@ -41,7 +43,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tied", TinyModel(layers=1, tied=True))
 
 
-def moved(engine: CriticEngine) -> CriticEngine:
+def moved(engine: ModelEngine) -> ModelEngine:
     """The engine with a head that isn't 0."""
     with torch.no_grad():
         head = engine.named_tensors()["lm_head.weight"]
@@ -59,8 +61,8 @@ def judged(count: int, *, seed: int = 0) -> list[Document]:
     return made
 
 
-def gradients(engine: CriticEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
-    engine.forward_backward(packed.rows.split(microbatch_rows), engine._loss, packed.batch_trained_tokens)
+def gradients(engine: ModelEngine, packed: PackedRows, microbatch_rows: int) -> dict[str, torch.Tensor]:
+    engine.forward_backward(packed.rows.split(microbatch_rows), ValueLoss(None), packed.batch_trained_tokens)
     found = {name: parameter.grad for name, parameter in engine._model.named_parameters()}
     engine._optimizer._optimizers.zero_grad()
     return found
@@ -125,7 +127,7 @@ def test_a_critic_begins_with_the_models_trunk_and_expects_nothing(engine, tiny_
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "lm_head.weight")
     assert ours["lm_head.weight"].shape == (1, 96)
-    assert not made.values(pack(judged(2), rows=1, row_length=128).rows).any()
+    assert not made.column(pack(judged(2), rows=1, row_length=128).rows).any()
 
 
 def test_the_critic_of_a_tied_model_keeps_the_embedding_and_has_a_head_of_its_own(engine, small_model: Path):
@@ -138,10 +140,10 @@ def test_the_critic_of_a_tied_model_keeps_the_embedding_and_has_a_head_of_its_ow
 def test_a_value_is_that_of_the_state_before_its_token(engine):
     made, (document,) = moved(engine()), judged(1)
     packed = pack([document], rows=1, row_length=80).rows
-    before = made.values(packed)[0]
+    before = made.column(packed)[0]
     at = 5
     packed["tokens"][0, at] = (packed["tokens"][0, at] + 1) % 32
-    after = made.values(packed)[0]
+    after = made.column(packed)[0]
     assert torch.equal(after[: at + 1], before[: at + 1])  # the token itself is not known yet
     assert (after[at + 1 : len(document["tokens"])] != before[at + 1 : len(document["tokens"])]).all()
     assert not before[~packed["trained"][0]].any()
@@ -175,33 +177,36 @@ def test_values_and_gradient_are_the_same_for_any_packing_and_any_microbatches(e
     assert_same(one, gradients(made, pack(sequences, rows=4, row_length=128), 1))
     assert_same(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1))
     apart, together = pack(sequences, rows=8, row_length=64).rows, pack(sequences, rows=1, row_length=400).rows
-    values = [made.values(rows)[rows["trained"]] for rows in (apart, together)]
+    values = [made.column(rows)[rows["trained"]] for rows in (apart, together)]
     torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
 
 
 def test_a_critic_learns_what_can_be_known(engine, small_model: Path):
-    made = engine(dataclasses.replace(SETTINGS, epochs=15, value_clip=5.0), small_model)
+    settings = dataclasses.replace(SETTINGS, epochs=15, value_clip=5.0)
+    made = engine(settings, small_model)
     packed = in_parts(pack(judged(12), rows=4, row_length=180), 2, 2)
     rows = packed.rows
 
     def error() -> float:
-        return float((made.values(rows) - rows["returns"])[rows["trained"]].square().mean())
+        return float((made.column(rows) - rows["returns"])[rows["trained"]].square().mean())
 
     assert error() > 0.2
-    first = made.train_steps(packed)
+    first = train_values(made, packed, settings)
     assert error() < 0.02
     assert first["explained_variance"] == pytest.approx(0, abs=1e-6)  # of what it said before the first step
-    rows["values"] = made.values(rows)
-    assert made.train_steps(packed)["explained_variance"] > 0.9
+    rows["values"] = made.column(rows)
+    assert train_values(made, packed, settings)["explained_variance"] > 0.9
 
 
 def test_the_steps_on_a_batch_are_the_same_on_any_packing_and_any_number_of_ranks(engine, small_model: Path):
     smooth = OptimizerSettings(lr=0.3, eps=1.0)  # AdamW that is nearly linear: rounding stays rounding
+    settings = dataclasses.replace(SETTINGS, epochs=2, value_clip=0.5, optimizer=smooth)
     groups = groups_of_two(judged(12))
     found = []
     for trainer_ranks, row_length in ((1, 60), (1, 200), (2, 80), (3, 120)):
-        made = moved(engine(dataclasses.replace(SETTINGS, epochs=2, value_clip=0.5, optimizer=smooth), small_model))
-        metrics = made.train_steps(of_one_critic_rank(groups, trainer_ranks=trainer_ranks, row_length=row_length))
+        made = moved(engine(settings, small_model))
+        packed = of_one_critic_rank(groups, trainer_ranks=trainer_ranks, row_length=row_length)
+        metrics = train_values(made, packed, settings)
         found.append((metrics, {name: tensor.clone() for name, tensor in made.named_tensors().items()}))
     (metrics, parameters), *others = found
     started = moved(engine(folder=small_model)).named_tensors()
@@ -219,7 +224,7 @@ def test_a_batchs_metrics_are_means_over_its_tokens_not_over_its_steps(engine):
     returns = packed.rows["returns"][packed.rows["trained"]]
     counts = [part.trained_tokens for part in packed.minibatches]
     assert counts[0] != counts[1]
-    metrics = engine().train_steps(packed)
+    metrics = train_values(engine(), packed, SETTINGS)
     assert metrics["return"] == pytest.approx(float(returns.mean()))
     assert metrics["explained_variance"] == pytest.approx(0, abs=1e-6)
 
@@ -230,33 +235,36 @@ def test_a_part_without_trained_tokens_makes_no_step(engine):
     idle["trained"].zero_()
     with_idle = dataclasses.replace(packed, rows=torch.cat([packed.rows, idle]))
     one, other = engine(), engine()
-    assert one.train_steps(in_parts(packed, 1, 1)) == other.train_steps(in_parts(with_idle, 1, 1, 1))
+    metrics = train_values(one, in_parts(packed, 1, 1), SETTINGS)
+    assert metrics == train_values(other, in_parts(with_idle, 1, 1, 1), SETTINGS)
     theirs = other.named_tensors()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.named_tensors().items())
 
 
 def test_the_rate_goes_on_with_the_batch_not_with_its_steps(engine):
     schedule = ScheduleSettings(decay="linear", total_steps=4)
-    made = engine(dataclasses.replace(SETTINGS, epochs=3, schedule=schedule))
+    settings = dataclasses.replace(SETTINGS, epochs=3, schedule=schedule)
+    made = engine(settings)
     packed = in_parts(pack(judged(4), rows=2, row_length=200), 1, 1)
-    rates = [made.train_steps(packed)["lr"] for _ in range(3)]
+    rates = [train_values(made, packed, settings)["lr"] for _ in range(3)]
     assert rates == pytest.approx([3e-3, 0.75 * 3e-3, 0.5 * 3e-3])
     assert made.steps_done == 3
 
 
 def test_a_critics_values_move_no_further_than_the_clip_lets_them_gain(engine, small_model: Path):
-    made = engine(dataclasses.replace(SETTINGS, epochs=15, value_clip=0.1), small_model)
+    settings = dataclasses.replace(SETTINGS, epochs=15, value_clip=0.1)
+    made = engine(settings, small_model)
     packed = pack(judged(12), rows=4, row_length=180)
-    metrics = made.train_steps(packed)
+    metrics = train_values(made, packed, settings)
     assert metrics["clip_fraction"] > 0.2
-    assert made.values(packed.rows).abs().max() < 0.5  # momentum carries them on for a while
+    assert made.column(packed.rows).abs().max() < 0.5  # momentum carries them on for a while
 
 
 def test_what_is_not_finite_names_the_critic(engine):
     made, packed = engine(), pack(judged(2), rows=1, row_length=128)
     packed.rows["returns"][packed.rows["trained"]] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"critic \w+ is nan after 0 batches"):
-        made.train_steps(packed)
+    with pytest.raises(FloatingPointError, match=r"critic \w+ is nan at policy version 0"):
+        train_values(made, packed, SETTINGS)
 
 
 def test_settings_that_can_not_work_are_refused_with_their_key():
