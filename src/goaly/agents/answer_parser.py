@@ -48,9 +48,9 @@ class AnswerParser:
         return self._settings.tool_parser is not None
 
     def load(self) -> None:
-        """Import the parsers, which takes seconds. To be called before the first answer."""
+        """Import the parsers, which takes seconds, if it has not. To be called before the first answer."""
         settings = self._settings
-        if settings.tool_parser is None and settings.reasoning_parser is None:
+        if self._parser is not None or settings.tool_parser is settings.reasoning_parser is None:
             return
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager

@@ -47,10 +47,8 @@ class Endpoint:
         return self.base_url.removesuffix("/v1")
 
 
-class Gateway:
-    """Serves sessions by HTTP."""
-
-    is_open = True
+class Gateway(HttpServer):
+    """Serves the sessions of a run's episodes by HTTP."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class Gateway:
         the next worker knows, too, and `listener` names the socket that it takes over (`Listeners`)."""
         own = partial(listening, settings.host, port_of(settings, worker))
         listen = own if listener is None else partial(listener_of, listener)
-        self._http = HttpServer(settings.host, listen, folder, max_context, self)
+        super().__init__(settings.host, listen, folder, max_context)
         self._untrained = settings.untrained
         self._files = files
         self._sessions: dict[str, HttpSession] = {}
@@ -73,10 +71,6 @@ class Gateway:
         """The names of the sessions that an earlier worker had, by their keys."""
         self._awaited = {key: asyncio.Event() for key in self._begun}
         """Set when the session of this key, which an earlier worker had, goes on here."""
-
-    async def start(self, parser: AnswerParser) -> None:
-        """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
-        await self._http.start(parser)
 
     @contextmanager
     def serve(self, session: Session, policy: Policy, parser: AnswerParser) -> Iterator[Endpoint]:
@@ -88,7 +82,7 @@ class Gateway:
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
         try:
-            yield Endpoint(base_url=self._http.url, api_key=key, session_id=served.id)
+            yield Endpoint(base_url=self.url, api_key=key, session_id=served.id)
         finally:
             del self._sessions[key]
             served.close()
@@ -116,7 +110,3 @@ class Gateway:
             return served
         unknown = "the API key names no session that is open; use the key of `context.endpoint`"
         raise Refusal(unknown, HTTPStatus.UNAUTHORIZED, "invalid_api_key")
-
-    async def close(self) -> None:
-        """Stop serving; requests under way are cancelled."""
-        await self._http.close()

@@ -7,10 +7,11 @@ format of the API that was called.
 import asyncio
 import gc
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
@@ -43,7 +44,7 @@ class AppServer:
 
     def __init__(self, app: Any, listener: socket.socket):
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
-        self._server = _Server(uvicorn.Config(app, timeout_keep_alive=IDLE_SECONDS, **quiet))
+        self._server = _Server(uvicorn.Config(app, interface="asgi3", timeout_keep_alive=IDLE_SECONDS, **quiet))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
         self._serving.add_done_callback(_check_end)
 
@@ -64,36 +65,30 @@ def _check_end(serving: "asyncio.Task[None]") -> None:
         give_up(f"the agents' endpoint: {error}")
 
 
-class Door(Protocol):
-    """Knows the keys, and what they open."""
+class HttpServer(ABC):
+    """Serves the APIs to those who have a key of a session."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests can be answered."""
-        ...
+    is_open = True
+    """Whether requests can be answered."""
 
-    async def check(self, key: str, headers: Mapping[str, str]) -> None:
-        """Raise a Refusal if nobody has this key, or who sends these headers must not be answered."""
-        ...
-
-    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> HttpSession:
-        """The session of a request with this key."""
-        ...
-
-
-class HttpServer:
-    """Serves the APIs to those whom a door lets in."""
-
-    def __init__(self, host: str, listen: Callable[[], socket.socket], folder: str, max_context: int, door: Door):
+    def __init__(self, host: str, listen: Callable[[], socket.socket], folder: str, max_context: int):
         """`listen` gives the socket, which listens at `host`; `folder` is the policy's model folder."""
         self._host = host
         self._listen = listen
         self._folder = folder
         self._max_context = max_context
-        self._door = door
         self._listener: socket.socket | None = None
         self._server: AppServer | None = None
         self.url = ""
+        """As OpenAI's clients take it."""
+
+    @abstractmethod
+    async def check(self, key: str, headers: Mapping[str, str]) -> None:
+        """Raise a Refusal if nobody has this key, or a client with these headers must not be answered."""
+
+    @abstractmethod
+    def session(self, key: str, path: str, body: bytes, repeats: Repeats) -> HttpSession:
+        """The session of a request with this key."""
 
     def listen(self) -> socket.socket:
         """Take the port, if it is not taken; OSError if another process has it. Clients that connect wait."""
@@ -106,45 +101,37 @@ class HttpServer:
     async def start(self, parser: AnswerParser) -> None:
         """Import the APIs, which takes seconds, and serve them. `parser` reads the answers of all sessions."""
         listener = self.listen()
-        app = await asyncio.to_thread(_imported_app, self._folder, self._max_context, parser)
+
+        def imported() -> Any:
+            from goaly.agents.routes import app  # imports vLLM's APIs: 8 s
+
+            parser.load()
+            return app(self._folder, self._max_context, parser)
+
+        self._app = await asyncio.to_thread(imported)
         gc.freeze()  # a full collection would look at all of vLLM's modules, and stop the event loop meanwhile
-        self._server = AppServer(_Doorkeeper(app, self._door), listener)
+        self._server = AppServer(self._answer, listener)
 
     async def close(self) -> None:
         """Stop serving; requests under way are cancelled."""
         if self._server is not None:
             await self._server.close()
 
-
-def _imported_app(*facts: Any) -> Any:
-    from goaly.agents.routes import app  # imports vLLM's APIs: 8 s
-
-    return app(*facts)
-
-
-class _Doorkeeper:
-    """Finds the session of each request's key, and the call that it repeats."""
-
-    def __init__(self, app: Any, door: Door):
-        self._app = app
-        self._door = door
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI app."""
         path = scope["path"]
         if path in (HEALTH, SCHEMA):
-            return await self._app({**scope, "state": {"is_open": self._door.is_open}}, receive, send)
+            return await self._app({**scope, "state": {"is_open": self.is_open}}, receive, send)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         key = key_of(headers)
         try:
-            await self._door.check(key, headers)
+            await self.check(key, headers)
             if (encoding := headers.get("content-encoding", "identity")) != "identity":
                 compressed = f"content-encoding={encoding}: a request's body must not be compressed"
                 raise Refusal(compressed, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             body = await _body(receive)
             repeats = _repeats(headers)
-            served = self._door.session(key, path, body, repeats)
+            served = self.session(key, path, body, repeats)
             is_call = path in SAMPLED or path.endswith(REWARDED)
             call = served.call(path, body, repeats) if is_call else None
         except Refusal as refused:

@@ -9,7 +9,6 @@ name or an address of this machine are answered, and only of pages that came fro
 reaches the policy through its reader's browser, not even one whose name leads here (DNS rebinding).
 """
 
-import asyncio
 import json
 import secrets
 from collections import deque
@@ -34,10 +33,10 @@ KEPT_REQUESTS = 1024
 """Number of the last requests whose retries are not sampled again."""
 RESPONSES = "/v1/responses"
 KEPT_RESPONSES = 1024
-"""So many of the last conversations of the Responses API can be continued by id."""
+"""Number of the last conversations of the Responses API that can be continued by id."""
 
 
-class PublicGateway:
+class PublicGateway(HttpServer):
     """Serves a policy by HTTP."""
 
     def __init__(
@@ -53,38 +52,17 @@ class PublicGateway:
         sampler: TokenSampler,
     ):
         """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
-        self.is_open = False
-        """Whether the sampler answers; what asks before waits."""
-        self._host = host
-        self._http = HttpServer(host, partial(listening, host, port), str(chat.folder), max_context, self)
+        super().__init__(host, partial(listening, host, port), str(chat.folder), max_context)
+        self.is_open = False  # until the sampler answers; requests before wait
         self._tokens = [token.encode() for token in tokens]
         self._chat = chat
         self._parser = parser
         self._sampling = sampling
-        self._max_context = max_context
         self._sampler = sampler
         self._numbers = count()
         self._kept: deque[tuple[str, HttpSession]] = deque(maxlen=KEPT_RESPONSES)
         self._recent: dict[tuple[str, str], HttpSession] = {}
         """By API key, and idempotency key or request; the oldest first."""
-
-    @property
-    def url(self) -> str:
-        """The address that OpenAI's clients take."""
-        return self._http.url
-
-    def listen(self) -> None:
-        """Take the port; OSError if it is not free. Clients that connect wait for `start`."""
-        self._http.listen()
-
-    async def start(self) -> None:
-        """Import APIs and parsers, which takes seconds, and serve."""
-        await asyncio.to_thread(self._parser.load)
-        await self._http.start(self._parser)
-
-    async def close(self) -> None:
-        """Stop serving; requests under way are cancelled."""
-        await self._http.close()
 
     async def check(self, key: str, headers: Mapping[str, str]) -> None:
         """Raise a Refusal if this is not one of the tokens, or if no token is set and a page of another machine may

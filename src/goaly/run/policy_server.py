@@ -40,13 +40,13 @@ async def serving(config: PolicyServerConfig, folder: Path) -> AsyncIterator[Pub
     block."""
     policy = PolicySource(config.start_model, None if config.run is None else Path(config.run))
     chat = ChatTokenizer(config.start_model.path, config.chat_settings)
-    router = Router()
+    parser, router = AnswerParser(chat, config.chat_settings), Router()
     gateway = PublicGateway(
         config.host,
         config.port,
         tokens=config.tokens,
         chat=chat,
-        parser=AnswerParser(chat, config.chat_settings),
+        parser=parser,
         sampling=Sampling.of(config.sampling, chat.stop_token_ids),
         max_context=config.generator.max_context,
         sampler=router,
@@ -74,7 +74,7 @@ async def serving(config: PolicyServerConfig, folder: Path) -> AsyncIterator[Pub
             beside = [tasks.create_task(replicas.follow(service), name="follow the run")]
             await replicas.place()
             async with asyncio.TaskGroup() as starts:
-                starts.create_task(gateway.start())
+                starts.create_task(gateway.start(parser))
                 starts.create_task(service.start())
             beside.append(tasks.create_task(service.supervise(), name="replace generators"))
             yield gateway

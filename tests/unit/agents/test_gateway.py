@@ -488,7 +488,7 @@ async def test_a_request_to_the_next_worker_waits_for_its_session_and_no_other_d
 
     async with started(chats["qwen3"], SessionFiles(tmp_path / "sessions")) as (gateway, parser):
         gateway._awaited[files.api_key("7.0")] = Awaited()
-        url = gateway._http.url
+        url = gateway.url
         async with openai.AsyncOpenAI(base_url=url, api_key=files.api_key("9.0"), max_retries=0) as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
@@ -521,7 +521,7 @@ async def test_a_request_whose_session_does_not_go_on_in_time_is_told_to_ask_aga
     files = SessionFiles(tmp_path / "sessions")
     files.begin("7.0")
     async with started(chats["qwen3"], files) as (gateway, parser):
-        facts: Any = {"base_url": gateway._http.url, "api_key": files.api_key("7.0")}
+        facts: Any = {"base_url": gateway.url, "api_key": files.api_key("7.0")}
         async with openai.AsyncOpenAI(**facts, max_retries=0) as client:
             with pytest.raises(openai.InternalServerError, match="ask again"):
                 await client.models.list()

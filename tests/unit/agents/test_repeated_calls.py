@@ -191,17 +191,18 @@ async def test_a_session_whose_file_can_not_be_written_goes_on_and_its_file_has_
 @asynccontextmanager
 async def public(chat: ChatTokenizer, *tokens: str, scripted: Scripted | None = None) -> AsyncIterator[str]:
     """The address of an endpoint outside of training."""
+    parser = AnswerParser(chat, ChatSettings())
     gateway = PublicGateway(
         "127.0.0.1",
         0,
         tokens=tokens,
         chat=chat,
-        parser=AnswerParser(chat, ChatSettings()),
+        parser=parser,
         sampling=Sampling(max_tokens=100),
         max_context=4096,
         sampler=scripted or Scripted(chat),  # type: ignore[bad-argument-type]
     )
-    await gateway.start()
+    await gateway.start(parser)
     try:
         yield gateway.url
     finally:
