@@ -16,7 +16,7 @@ from spawned import spawn
 from goaly.base.errors import ReplicaLost
 from goaly.generate.request import InvalidRequest, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.models.settings import ModelSettings
 from goaly.weights.settings import WeightSettings
 
@@ -137,7 +137,7 @@ async def test_replicas_of_one_and_two_ranks_follow_the_store(tiny_model_folder,
         assert (sample.tokens.tolist(), set(sample.versions.tolist())) == (greedy[1], {3})
 
     for replica in (one, leader):  # of two ranks, the first one sends
-        parts: list[AnswerPart] = []
+        parts: list[VersionedTokens] = []
         beside = asyncio.ensure_future(ask(replica, "not streamed"))
         streamed = await connections[id(replica)].submit("streamed", PROMPT, GREEDY, 0, parts.append)
         assert [token for part in parts for token in part.tokens] == streamed.tokens[:-1].tolist() == greedy[1][:-1]

@@ -294,7 +294,7 @@ async def test_an_evaluation_takes_no_ticket_and_asks_the_same_when_it_is_repeat
 
 
 async def test_an_evaluation_that_nobody_waits_for_ends_in_its_worker_with_its_requests(stack):
-    """WR-1"""
+    """rollout-9"""
     long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 121),))  # 7 tokens left: hangs
     evaluation = asyncio.create_task(
         RolloutStage([ReplaceableActors("rollout-0", stack.worker)]).rewards([long, long], 2, {}, 0)
@@ -394,7 +394,7 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
     group = asyncio.ensure_future(_answer(worker.run_group.call_one(await queue.admit.call_one(), PROMPT)))
     gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 60.0)
     os.close(watch)
-    assert gone  # WR-2
+    assert gone
     group.cancel()
 
 

@@ -76,7 +76,7 @@ def test_an_asynchronous_run_compares_all_tokens_with_the_policies_that_sampled_
         assert step["parity/differing_tokens"] == 0
 
 
-def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  # PO-4
+def test_an_agent_all_of_whose_answers_have_a_form_is_trained_to_the_last_bit(  # generate-16
     launch: Callable[..., LaunchedRun], tmp_path: Path
 ) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)

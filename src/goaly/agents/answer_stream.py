@@ -16,7 +16,7 @@ from typing import Any
 
 from goaly.agents.turn import RecordedTurn
 from goaly.generate.request import Decode, Detokenizer, Finish
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.prompts.prompt import Message
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class AnswerStream:
         """At the end of what was read."""
         self._in_content = self._in_calls = self._is_broken = False
 
-    def wrote(self, part: AnswerPart) -> None:
+    def wrote(self, part: VersionedTokens) -> None:
         """Add the next tokens. Never raises."""
         reasoning, content = ("", "") if self._in_calls else self._tried(part.tokens)
         self.pieces.append(Piece(part.tokens, part.logprobs, reasoning, content))

@@ -328,7 +328,7 @@ class HttpSession:
         if ask.trained and not self.policy.evaluation:
             run, asked = self.policy.sampling.distribution, Sampling(**given).distribution
             changed = {key for key in NEUTRAL if key in given and asked[key] != run[key]}
-            if changed:  # PO-4
+            if changed:  # generate-16
                 self.session.overridden_requests += 1
                 if new := changed - _TOLD:
                     _TOLD.update(new)

@@ -193,7 +193,7 @@ class Session:
         parent, choices = continuation.parent, completion.choices if completion.trained else None
         first = self._is_first(parent)
         if choices is not None and parent is not None and first:
-            choices = choices[parent.covered :]  # EP-4
+            choices = choices[parent.covered :]  # rollout-7
         turn = RecordedTurn(
             number=len(self.turns),
             parent=parent,

@@ -36,7 +36,8 @@ from goaly.base.errors import ReplicaLost, root_cause
 from goaly.base.process import ExitWatch, ProcessMark, this_host, this_process, vital_task
 from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Request, Sample, Sampling, settle
-from goaly.generate.streamed_answer import AnswerPart, OnPart
+from goaly.generate.streamed_answer import OnPart
+from goaly.generate.versioned_tokens import VersionedTokens
 
 if TYPE_CHECKING:
     from goaly.generate.generator import Generator
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
-Results = list[tuple[str, AnswerPart | Sample | Exception | None]]
+Results = list[tuple[str, VersionedTokens | Sample | Exception | None]]
 """Request ids, each with a part of its answer, its sample or its error. None tells a suspect that its turn has come."""
 
 
@@ -229,7 +230,7 @@ class Connection:
             future = self._futures.get(request_id)
             if future is None:
                 continue  # cancelled
-            if isinstance(result, AnswerPart):
+            if isinstance(result, VersionedTokens):
                 self._give(request_id, result)
                 continue
             if result is not None:  # a suspect's turn lasts until `submit` or `cancel`
@@ -237,7 +238,7 @@ class Connection:
                 self._streams.pop(request_id, None)
             settle(future, result)
 
-    def _give(self, request_id: str, part: AnswerPart) -> None:
+    def _give(self, request_id: str, part: VersionedTokens) -> None:
         try:
             self._streams[request_id](part)
         except Exception as error:  # the caller's own: its request fails alone

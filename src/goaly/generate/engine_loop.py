@@ -42,13 +42,17 @@ from goaly.generate.request import (
     settle,
 )
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import AnswerPart, OnPart
+from goaly.generate.streamed_answer import OnPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.weights.digest import gathered
 
 if TYPE_CHECKING:
     from goaly.generate.vllm_engine import VllmEngine
 
-Deliver = Callable[[str, AnswerPart | Sample | Exception], None]
+Result = VersionedTokens | Sample | Exception
+"""A part of a streamed answer, a whole answer, or a request's error."""
+
+Deliver = Callable[[str, Result], None]
 """Takes a request's parts, if it is streamed, and then its sample or its error, in the engine's thread; the error of
 what was under way at the end in the event loop, after that thread."""
 
@@ -238,11 +242,11 @@ class EngineLoop:
         """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request."""
         future: asyncio.Future[Sample] = self._events.create_future()
 
-        def deliver(_: str, result: AnswerPart | Sample | Exception) -> None:
+        def deliver(_: str, result: Result) -> None:
             self._events.call_soon_threadsafe(take, result)
 
-        def take(result: AnswerPart | Sample | Exception) -> None:
-            if not isinstance(result, AnswerPart):
+        def take(result: Result) -> None:
+            if not isinstance(result, VersionedTokens):
                 settle(future, result)
             elif on_part is not None:
                 on_part(result)
@@ -333,7 +337,7 @@ class EngineLoop:
                 self._deliver(results)
         return True
 
-    def _parts(self, now: float) -> list[tuple[str, AnswerPart]]:
+    def _parts(self, now: float) -> list[tuple[str, VersionedTokens]]:
         streams = self._engine.streams
         if not streams or now < self._next_parts:
             return []
@@ -358,9 +362,10 @@ class EngineLoop:
         self._stats.updates += 1
         self._events.call_soon_threadsafe(self._applied, version)
 
-    def _deliver(self, results: Sequence[tuple[str, AnswerPart | Sample | Exception]]) -> None:
+    def _deliver(self, results: Sequence[tuple[str, Result]]) -> None:
         for name, result in results:
-            deliver = self._requests.get(name) if isinstance(result, AnswerPart) else self._requests.pop(name, None)
+            find = self._requests.get if isinstance(result, VersionedTokens) else self._requests.pop
+            deliver = find(name, None)
             if deliver is not None:
                 deliver(name, result)
         self._delivered()

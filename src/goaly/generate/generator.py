@@ -36,10 +36,10 @@ from goaly.generate.connection import (
     client_of,
     own_name,
 )
-from goaly.generate.engine_loop import EngineLoop, RankLink
+from goaly.generate.engine_loop import EngineLoop, RankLink, Result
 from goaly.generate.request import GeneratorStats, Request, Sample
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.generate.weight_follower import WeightFollower
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.prompts.settings import ChatSettings
@@ -223,9 +223,9 @@ class Generator(Actor):
             raise ReplicaLost("the generator has not started")
         return self._engine_loop
 
-    def _deliver(self, client: str, started_ns: int, request_id: str, result: AnswerPart | Sample | Exception) -> None:
+    def _deliver(self, client: str, started_ns: int, request_id: str, result: Result) -> None:
         self._unsent.setdefault(client, []).append((request_id, result))
-        if isinstance(result, AnswerPart):
+        if isinstance(result, VersionedTokens):
             return
         if request_id in self._quarantine.suspects:
             self._events.call_soon_threadsafe(self._quarantine.leave, request_id)

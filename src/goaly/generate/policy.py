@@ -1,13 +1,11 @@
 """The policy as an episode sees it: tokens in, a completion out.
 
-Invariants
-    PO-1  Ids, log-probabilities and versions of a completion are those of the sampler. `text` is for reading only; it
-          is never tokenized again.
-    PO-2  Prompt and completion together never exceed the context.
-    PO-3  A policy sends no request after its episode has ended, and cancels those under way then.
-    PO-4  Trained tokens are drawn from the distribution that the trainer computes, or from the part of it that a form
-          allows, with their weights. A request that changes it otherwise is refused, except in an evaluation or with
-          `trained=False`.
+Ids, log-probabilities and versions of a completion are those of the sampler; its `text` is never tokenized again.
+
+    generate-15: A policy sends no request after its episode has ended, and cancels those under way then.
+    generate-16: Trained tokens are drawn from the distribution that the trainer computes, or from the part of it that a
+        form allows, with their weights. A request that changes it otherwise is refused, except in an evaluation or with
+        `trained=False`.
 """
 
 import asyncio
@@ -131,7 +129,7 @@ class Policy:
         self._requests = requests
 
     def end(self) -> None:
-        """Cancel its requests and refuse further ones, because the episode has ended (PO-3)."""
+        """Cancel its requests and refuse further ones, because the episode has ended (generate-15)."""
         self._ended = True
         for request in self._under_way:
             request.cancel()
@@ -162,14 +160,14 @@ class Policy:
         `trained=False` a call may also change the distribution, such as `temperature=0`; record its completion with
         `Episode.observed`, because `Episode.wrote` refuses it. The answer has at most `most_tokens`, whatever it asks
         for. `on_part` gets the tokens while they are sampled, up to those of the last step."""
-        if self._ended:  # PO-3
+        if self._ended:  # generate-15
             raise self._end()
         wanted = self._wanted(sampling, changes, trained)
         prompt = tuple(prompt_tokens)
         room = self.room(len(prompt))
         if most_tokens is not None:
             room = min(room, most_tokens)
-        limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}  # PO-2
+        limits = {"max_tokens": room if wanted.max_tokens is None else min(wanted.max_tokens, room)}
         if wanted.min_tokens is not None:
             limits["min_tokens"] = min(wanted.min_tokens, limits["max_tokens"])
         request_id = f"{self.name}.{self._requests}"
@@ -285,7 +283,7 @@ _POSSIBLE: set[str] = set()
 MOST_POSSIBLE = 256
 
 
-def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # PO-4
+def _refuse_another_distribution(wanted: Sampling, run: Sampling) -> None:  # generate-16
     ours = run.distribution
     problems = [
         f"{key}={value}: must be {ours[key]}, as in the run's sampling"

@@ -1,7 +1,7 @@
-"""The parts of an answer that a caller gets while it is sampled, and how such an answer goes on at another replica.
+"""An answer that its caller gets in parts while it is sampled, and how it goes on at another replica.
 
-The parts of an answer are its tokens in their order, each once, with its log-probability and version, and without the
-tokens of the last step: those come with the sample, which has all of them.
+The parts are the answer's tokens in their order, each once, without those of the last step: those come with the sample,
+which has all of them.
 
     generate-12: A part that a caller has is never taken back. If its replica dies, another one continues from it; an
         answer for which that would change the distribution fails with `AnswerBroken`.
@@ -13,18 +13,9 @@ from typing import Any
 
 from goaly.base.errors import AnswerBroken
 from goaly.generate.request import Sample, Sampling, seed_of
+from goaly.generate.versioned_tokens import VersionedTokens
 
-
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """The tokens that the last steps of the engine added to an answer."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-
-
-OnPart = Callable[[AnswerPart], None]
+OnPart = Callable[[VersionedTokens], None]
 """Takes the next part of an answer, in the event loop. What it raises fails its request, alone."""
 
 
@@ -34,41 +25,37 @@ class StreamedAnswer:
 
     request_id: str
     on_part: OnPart
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    written: VersionedTokens = field(default_factory=VersionedTokens)
     _begun: int = 0
     """The number of tokens that the replicas before the present one wrote."""
 
     def rest(self, prompt: list[int], sampling: Sampling, min_version: int) -> tuple[Any, ...]:
         """The arguments with which a `Connection` asks for what is missing, after the request's name. AnswerBroken if
         the missing tokens would have another distribution."""
-        self._begun = len(self.tokens)
-        return [*prompt, *self.tokens], self._limited(sampling), min_version, self._take, self._begun
+        self._begun = len(self.written.tokens)
+        return [*prompt, *self.written.tokens], self._limited(sampling), min_version, self._take, self._begun
 
     def ended_by(self, sample: Sample) -> Sample:
         """The whole answer; `sample` has what was missing."""
-        at = self._begun
-        if not at:
+        if not (begun := self._begun):
             return sample
         if sample.choices is not None:  # those of the beginning died with its replica
             raise self._broken("the run replays the choices of experts")
+        before = self.written
         return Sample.of(
-            self.tokens[:at] + sample.tokens.tolist(),
-            self.logprobs[:at] + sample.logprobs.tolist(),
-            self.versions[:at] + sample.versions.tolist(),
+            before.tokens[:begun] + sample.tokens.tolist(),
+            before.logprobs[:begun] + sample.logprobs.tolist(),
+            before.versions[:begun] + sample.versions.tolist(),
             sample.finish,
             sample.stop,
         )
 
-    def _take(self, part: AnswerPart) -> None:
-        self.tokens += part.tokens
-        self.logprobs += part.logprobs
-        self.versions += part.versions
+    def _take(self, part: VersionedTokens) -> None:
+        self.written.extend(part)
         self.on_part(part)
 
     def _limited(self, sampling: Sampling) -> Sampling:
-        written = len(self.tokens)
+        written = len(self.written.tokens)
         if not written:
             return sampling
         if sampling.structured_outputs or sampling.presence_penalty or sampling.frequency_penalty:
@@ -83,7 +70,8 @@ class StreamedAnswer:
         return replace(sampling, **changes)
 
     def _broken(self, why: str) -> AnswerBroken:
+        count = len(self.written.tokens)
         return AnswerBroken(
-            f"request {self.request_id}: its generator died after {len(self.tokens)} tokens of a streamed answer, "
+            f"request {self.request_id}: its generator died after {count} tokens of a streamed answer, "
             f"which cannot go on elsewhere: {why}; ask again"
         )

@@ -3,8 +3,6 @@
 Not thread-safe: one thread owns an engine and makes every call after construction. With tp > 1 each rank has an engine,
 and all of them must get the same calls in the same order.
 
-    generate-3: A token's version is that of the weights that produced its logits: the weights change only when every
-        step that was launched has been read, and its tokens are stamped with the version set before.
     generate-4: No KV block that was cached under other weights is reused after a weight update, except with `keep` by
         requests that began under them: a running request keeps its blocks, and a conversation those of its earlier
         turns.
@@ -52,7 +50,7 @@ from goaly.generate.request import (
 from goaly.generate.sampling_parameters import limits_of, parameters
 from goaly.generate.scheduling_counter import SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.generate.vllm_setup import engine_arguments, leave_no_named_shared_memory, unname_semaphores
 from goaly.models.architecture import architecture, read_config
 from goaly.models.definition import versioned_tensors
@@ -75,9 +73,7 @@ class _Running:
     sampling: Sampling
     begun_at: int | None
     """As in `Request`."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    written: VersionedTokens = field(default_factory=VersionedTokens)
     form_weights: list[float] = field(default_factory=list)
     """As in `Sample`, if its answer has a form."""
     choices: torch.Tensor | None = None
@@ -94,9 +90,7 @@ class _Running:
         if self.sampling.structured_outputs:
             drawn, logprobs = logprobs[0], logprobs if free_logprob is None else [free_logprob]
             self.form_weights.append(math.exp(min(0.0, logprobs[0] - drawn)))
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
+        self.written.stamp(tokens, logprobs, version)  # generate-3
 
     def stopped_by(self, tokens: list[int]) -> str | None:
         """The stop string that these newest tokens complete, if they do."""
@@ -106,8 +100,9 @@ class _Running:
 
     def sample(self, finish: Finish, stop: str | None = None) -> Sample:
         """The answer so far."""
-        columns = (self.tokens, self.logprobs, self.versions)
-        return Sample.of(*columns, finish, stop, self.choices, self.form_weights or None)
+        made = self.written
+        weights = self.form_weights or None
+        return Sample.of(made.tokens, made.logprobs, made.versions, finish, stop, self.choices, weights)
 
 
 class VllmEngine:
@@ -244,14 +239,13 @@ class VllmEngine:
         """How many requests have not ended and are streamed."""
         return len(self._streamed)
 
-    def parts(self) -> list[tuple[str, AnswerPart]]:
+    def parts(self) -> list[tuple[str, VersionedTokens]]:
         """The tokens that streamed requests have since the last call, by request name."""
         parts = []
         for request in map(self._requests.__getitem__, self._streamed):
-            if (at := request.given) < len(request.tokens):
-                request.given = len(request.tokens)
-                part = AnswerPart(request.tokens[at:], request.logprobs[at:], request.versions[at:])
-                parts.append((request.name, part))
+            if request.given < len(request.written.tokens):
+                parts.append((request.name, request.written.since(request.given)))
+                request.given = len(request.written.tokens)
         return parts
 
     def apply(self, fill: Callable[[], int]) -> int:
@@ -344,7 +338,7 @@ class VllmEngine:
                 ended.append((request.name, refused(request.sampling.structured_outputs, ENDED)))
                 continue
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            request.wrote(output.new_token_ids, logprobs, self.version, free.get(output.request_id))  # generate-3
+            request.wrote(output.new_token_ids, logprobs, self.version, free.get(output.request_id))
             finish = None if output.finish_reason is None else FINISHES[output.finish_reason]
             stop = None if finish is Finish.STOP else request.stopped_by(output.new_token_ids)
             if stop is not None:
@@ -372,7 +366,7 @@ class VllmEngine:
         del self._names[request.name]
         self._streamed.discard(key)
         if self._recorder is not None:
-            request.choices = self._recorder.take(key)[: len(request.prompt) + len(request.tokens) - 1]
+            request.choices = self._recorder.take(key)[: len(request.prompt) + len(request.written.tokens) - 1]
         return request
 
     def _restart_waiting(self) -> None:

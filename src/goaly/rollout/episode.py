@@ -1,14 +1,12 @@
 """The context of a script's `episode` coroutine, and the `Episode` that records its turns as a trajectory.
 
-`apps/grpo/main.py` has an episode of one turn, and `docs/episodes.md` one of several turns.
+`apps/grpo/main.py` has an episode of one turn, and `docs/episodes.md` one of several turns. A reward that is not a
+finite number fails its own group, never a batch.
 
-Invariants
-    EP-1  Tokens of the policy are trained and carry the sampler's log-probabilities and versions. All other tokens are
-          not trained, and have log-probability 0 and no version.
-    EP-2  A completion must continue exactly the tokens recorded so far: training sees what the policy saw.
-    EP-3  Every reward is a finite number; any other value fails its own group, never a batch.
-    EP-4  Of the expert choices that two completions have for one token, those of the first are recorded: the log-probs
-          of its trained tokens were sampled with them (trajectory-2).
+    rollout-6: Tokens of the policy are trained and carry the sampler's log-probabilities and versions. All other tokens
+        are not trained, and have log-probability 0 and no version.
+    rollout-7: Of the expert choices that two completions have for one token, those of the first are recorded: the
+        log-probs of its trained tokens were sampled with them (trajectory-2).
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -126,7 +124,7 @@ class Episode:
 
     def wrote(self, completion: Completion) -> "Episode":
         """Record a completion of the policy, which is trained."""
-        if list(completion.prompt) != self._tokens:  # EP-2
+        if list(completion.prompt) != self._tokens:
             raise EpisodeError(
                 f"prompt {self._prompt.id}: the completion continues {len(completion.prompt)} other tokens; "
                 f"it must continue the {len(self._tokens)} recorded so far"
@@ -145,7 +143,7 @@ class Episode:
         if completion.form_weights is not None:
             self._form_weights[len(self._tokens)] = completion.form_weights
         if completion.choices is not None:
-            self._choices.append(completion.choices[sum(map(len, self._choices)) :])  # EP-4
+            self._choices.append(completion.choices[sum(map(len, self._choices)) :])  # rollout-7
         self._outcome = Outcome.TRUNCATED if completion.finish is Finish.LENGTH else Outcome.COMPLETE
         return self._turn(POLICY, completion.tokens.tolist(), columns)
 

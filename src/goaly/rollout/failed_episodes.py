@@ -1,9 +1,6 @@
 """The chats of failed groups, on disk, for people who want to know why they failed: `goaly.journal` shows them.
 
 `RUN/failed/TICKET.SAMPLE.jsonl` has the records of one episode's session. Nothing of it is ever trained.
-
-Invariants
-    FE-1  The folder has the newest `MOST_KEPT` episodes at most.
 """
 
 import asyncio
@@ -21,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 FAILED_FOLDER = "failed"
 MOST_KEPT = 1000
+"""Episodes that the folder has at most: the newest."""
 NAME = re.compile(r"\d+\.\d+\.jsonl")
 
 
@@ -44,7 +42,7 @@ class FailedEpisodes:
                     lines = "".join(json.dumps(record) + "\n" for record in records)
                     put_file(self._folder / f"{ticket}.{episode.sample_index}.jsonl", lines.encode())
             files = [file for file in self._folder.iterdir() if NAME.fullmatch(file.name)]
-            for file in sorted(files, key=_place)[:-MOST_KEPT]:  # FE-1
+            for file in sorted(files, key=_place)[:-MOST_KEPT]:
                 file.unlink(missing_ok=True)  # another worker may do the same
         except OSError as error:  # such as a full disk
             logger.warning("failed episodes of group %d are not kept: %s", ticket, error)

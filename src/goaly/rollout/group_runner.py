@@ -1,14 +1,12 @@
 """Runs the episodes of one prompt and reports the group to the queue.
 
-Invariants
-    RG-1  `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
-    RG-2  When one episode fails, the other episodes of its group and their requests are cancelled.
-    RG-3  An episode that ignores its time limit delays neither the report of its group nor another episode (EL-1).
-    RG-4  An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
-          came, as truncated, or leaves its group if the time was not its policy's. The group fails if its chats have no
-          answer to train, its environment failed, or its verifier gave no score, or if all episodes were late.
-    RG-5  An episode that begins again has a session, a policy, an API key and request ids of its own. Of its earlier
-          attempts nothing is trained, no request is left, and what was counted in them counts.
+rollout-1: `run` reports its ticket exactly once: as a group, as rejected, or as failed, also when it is cancelled.
+rollout-2: When one episode fails, the other episodes of its group and their requests are cancelled.
+rollout-4: An episode that exceeds its time limit, or raises after its session was exhausted, is trained as far as it
+    came, as truncated, or leaves its group if the time was not its policy's. The group fails if its chats have no
+    answer to train, its environment failed, or its verifier gave no score, or if all episodes were late.
+rollout-5: An episode that begins again has a session, a policy, an API key and request ids of its own. Of its
+    earlier attempts nothing is trained, no request is left, and what was counted in them counts.
 """
 
 import asyncio
@@ -33,7 +31,7 @@ from goaly.generate.request import Sampling, evaluation_seeds
 from goaly.generate.router import Router
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.cut_off import NoneFinished, settled
+from goaly.rollout.cut_off_reward import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.running_episodes import (
@@ -127,7 +125,7 @@ class GroupRunner:
                 rejected = "it came too late, or has no signal"
         except asyncio.CancelledError:
             dropped = Dropped.failed(ticket.index, CANCELLED, running.counts)
-            await asyncio.shield(asyncio.ensure_future(self.report(dropped)))  # RG-1
+            await asyncio.shield(asyncio.ensure_future(self.report(dropped)))  # rollout-1
             raise
         except ContextFull as error:
             rejected = f"{error.reason}: {error}"
@@ -334,7 +332,7 @@ class GroupRunner:
     def _cut_off(
         self, running: RunningEpisode, session: Session, error: Exception, name: str
     ) -> tuple[Trajectory, ...]:
-        """The trajectories of an episode that this error ended, or none if it leaves its group (RG-4). Raises the
+        """The trajectories of an episode that this error ended, or none if it leaves its group (rollout-4). Raises the
         error if no limit cut it off."""
         cause, is_late, setting = first_error(error), isinstance(error, EpisodeTimeout), self.settings.cut_off_reward
         is_evaluation, reward = running.policy.evaluation, session.reward
@@ -375,7 +373,7 @@ def _ended(session: Session) -> Iterator[None]:
 async def _all(group: RunningGroup, run: Callable[[RunningEpisode], Coroutine[Any, Any, T]]) -> tuple[T, ...]:
     """The result of each episode, or the error of the first one that fails."""
     try:
-        async with asyncio.TaskGroup() as episodes:  # RG-2
+        async with asyncio.TaskGroup() as episodes:  # rollout-2
             tasks = [episodes.create_task(run(episode)) for episode in group.episodes]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from errors

@@ -3,10 +3,8 @@
 Each worker has its own router, so requests go straight to a generator replica; `replicas` names those that serve.
 Groups go straight to the queue, and the controller gets a summary.
 
-Invariants
-    WR-1  This actor owns the task of every group and evaluation. `cancel` and `close` end them with their requests and
-          tickets. Cancelling the caller of `run_group` or `evaluate` does not: Monarch does not forward cancellations.
-    WR-2  If an episode blocks the event loop for too long, the process logs where, and exits.
+    rollout-9: This actor owns the task of every group and evaluation. `cancel` and `close` end them with their requests
+        and tickets. Monarch does not forward cancellations of their callers.
 """
 
 import asyncio
@@ -112,7 +110,7 @@ class RolloutWorker(Actor):
         else:
             judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
-        self._requests = NamedTasks()  # WR-1
+        self._requests = NamedTasks()  # rollout-9
         self._gateway, files = None, None
         if settings.endpoint is not None:
             from goaly.agents.gateway import Gateway  # imports starlette
@@ -147,7 +145,7 @@ class RolloutWorker(Actor):
         if self._gateway is not None:
             await self._gateway.start(self._parser)
         if self._watchdog is not None:
-            self._watchdog.start()  # WR-2
+            self._watchdog.start()
         if self._verifiers is not None:
             await self._verifiers.start()
 

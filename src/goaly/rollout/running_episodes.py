@@ -1,8 +1,8 @@
 """Running episodes: what each is doing now, and its time limit.
 
-Invariants
-    EL-1  `within` ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that still runs then is
-          abandoned: a warning is logged, and its result is dropped.
+rollout-3: An episode that ignores its time limit delays neither its group's report nor another episode: `within`
+    ends at most `CANCEL_SECONDS` after its limit or its own cancellation. Work that still runs then is abandoned: a
+    warning is logged, and its result is dropped.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class RunningEpisode:
 
     def begin(self, attempt: int) -> None:
         """Make this attempt the one that runs, with a policy of its own: requests, key and seeds have its number, so
-        nothing that an earlier attempt asked for can reach it (RG-5)."""
+        nothing that an earlier attempt asked for can reach it (rollout-5)."""
         self.attempt, self.is_unjudged, self.is_unscored, self.why = attempt, False, False, None
         if attempt:
             first, number = self._first, f"retry{attempt}"
@@ -225,7 +225,7 @@ async def within(
             task.cancel()
             task.add_done_callback(_report_end)
             try:
-                await asyncio.wait([task], timeout=CANCEL_SECONDS)  # EL-1
+                await asyncio.wait([task], timeout=CANCEL_SECONDS)  # rollout-3
             finally:
                 if not task.done():
                     logger.warning("%s still runs %g s after it was cancelled, and is abandoned", name, CANCEL_SECONDS)

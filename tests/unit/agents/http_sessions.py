@@ -19,7 +19,8 @@ from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings, SessionSettings
 from goaly.generate.policy import Policy
 from goaly.generate.request import Finish, Sample, Sampling
-from goaly.generate.streamed_answer import AnswerPart, OnPart
+from goaly.generate.streamed_answer import OnPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 
@@ -85,12 +86,12 @@ async def _show(sample: Sample, on_part: OnPart | None, begin: int, end: int) ->
             await asyncio.sleep(0)
 
 
-def part_of(sample: Sample, at: int) -> AnswerPart:
+def part_of(sample: Sample, at: int) -> VersionedTokens:
     """The token at this position."""
     tokens, logprobs, versions = (
         column[at : at + 1].tolist() for column in (sample.tokens, sample.logprobs, sample.versions)
     )
-    return AnswerPart(tokens, logprobs, versions)
+    return VersionedTokens(tokens, logprobs, versions)
 
 
 class Served:

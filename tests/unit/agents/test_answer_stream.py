@@ -14,7 +14,7 @@ from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.answer_stream import AnswerStream, Reader
 from goaly.generate.policy import Completion
 from goaly.generate.request import Finish
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -42,7 +42,7 @@ def write(stream: AnswerStream, tokens: Sequence[int], rng: random.Random) -> Re
     reader, at = Reader(), 0
     while at < len(tokens) - 1:
         part = tokens[at : min(at + rng.randint(1, 3), len(tokens) - 1)]
-        stream.wrote(AnswerPart(list(part), [0.0] * len(part), [0] * len(part)))
+        stream.wrote(VersionedTokens(list(part), [0.0] * len(part), [0] * len(part)))
         at += len(part)
         if rng.random() < 0.5:
             reader.take(stream.pieces)
@@ -110,7 +110,7 @@ def test_text_that_may_begin_a_stop_string_waits_until_it_cannot(chats: dict[str
     stream = AnswerParser(chats["qwen3"], ChatSettings()).stream(stops=["!end"])
     seen = []
     for token in chats["qwen3"].encode("so!en!!ex"):
-        stream.wrote(AnswerPart([token], [0.0], [0]))
+        stream.wrote(VersionedTokens([token], [0.0], [0]))
         seen.append("".join(piece.content for piece in stream.pieces))
     assert seen == ["s", "so", "so", "so", "so", "so", "so", "so", "so!en!!ex"]
 
@@ -123,16 +123,16 @@ def test_a_parser_that_breaks_shows_no_more_and_the_whole_is_sent_at_the_end(
     parser.load()
     stream, completion = parser.stream(TOOLS), completed(chat, "it is 5")
     tokens, reader = completion.tokens.tolist(), Reader()
-    stream.wrote(AnswerPart(tokens[:2], [0.0] * 2, [0] * 2))
+    stream.wrote(VersionedTokens(tokens[:2], [0.0] * 2, [0] * 2))
     stream._reading.parser.parse_delta = None  # type: ignore[union-attr]
-    stream.wrote(AnswerPart(tokens[2:-1], [0.0] * (len(tokens) - 3), []))
+    stream.wrote(VersionedTokens(tokens[2:-1], [0.0] * (len(tokens) - 3), []))
     assert [piece.content for piece in stream.pieces] == ["it", ""]
     assert "a parser cannot read a stream" in caplog.text
     whole = Message(role=ASSISTANT, content="it is 5")
     assert parser.as_shown(whole, completion, stream) == whole
     assert reader.take(stream.pieces) is not None
     at_its_end = parser.stream(TOOLS)
-    at_its_end.wrote(AnswerPart(tokens[:2], [0.0] * 2, [0] * 2))
+    at_its_end.wrote(VersionedTokens(tokens[:2], [0.0] * 2, [0] * 2))
     at_its_end._reading.parser.parse_delta = None  # type: ignore[union-attr]
     other = Message(role=ASSISTANT, content="is it 5?")
     assert parser.as_shown(other, completion, at_its_end).content == "it"

@@ -1,4 +1,4 @@
-"""Episodes that a limit cuts off: their rewards, and whose time it was (`rollout.cut_off_reward`, RG-4, CT-1, CT-2)."""
+"""Episodes that a limit cuts off: their rewards, and whose time it was (`rollout.cut_off_reward`)."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.estimate import estimate
 from goaly.reward.failures import Unscored
 from goaly.reward.settings import AdvantageSettings
-from goaly.rollout.cut_off import lowered, settled
+from goaly.rollout.cut_off_reward import lowered, settled
 from goaly.rollout.episode import EpisodeContext
 from goaly.rollout.settings import CutOffReward, RolloutSettings
 from goaly.trajectory import Group, Outcome, Trajectory
@@ -95,7 +95,7 @@ async def group_of(
 def test_a_cut_off_episode_never_has_the_best_advantage_of_its_group(
     name: str, finished: list[list[float]], cut_off: list[list[float]]
 ) -> None:
-    """CT-1."""
+    """rollout-8."""
     episodes = [
         tuple(sampled(4, index=index, reward=reward) for reward in rewards)
         for index, rewards in enumerate([*cut_off, *finished])
@@ -176,7 +176,7 @@ def test_the_setting_says_what_a_cut_off_episode_is_worth(
     assert advantages(group)[1] == pytest.approx(others, abs=1e-3)
     check_group(group, BacklogSettings(group_size=8, row_length=4096), 0)
     assert group.counts.get("rollout/excluded_episodes", 0) == (reward is None)
-    if reward is None:  # CT-2
+    if reward is None:
         absent = virtual_time.run(group_of(chats["hermes"], told, ONE_RIGHT))
         batches = [batch_of(one, size) for one, size in ((group, 8), (absent, 7))]
         assert torch.equal(*(batch.ranks[0].rows["advantages"] for batch in batches))
@@ -248,7 +248,7 @@ async def test_an_answer_that_fills_the_context_and_passes_or_is_worse_than_the_
 async def test_an_answer_without_a_score_is_no_better_than_a_failure(
     chats: dict[str, ChatTokenizer], setting: CutOffReward, scores: list[float], rewards: list[float]
 ) -> None:
-    """CT-1."""
+    """rollout-8."""
     group = await scored_group(chats["hermes"], [[score] for score in scores], cut_off_reward=setting)
     assert group.rewards == rewards
 

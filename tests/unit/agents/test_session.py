@@ -205,7 +205,7 @@ def test_a_process_reward_is_on_its_turns_last_token_in_one_trajectory(agent):
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "1", None])
-def test_a_reward_must_be_a_number(agent, reward):  # EP-3
+def test_a_reward_must_be_a_number(agent, reward):
     a = agent()
     turn = a.say([user("a")], assistant("b"))
     for give in (lambda: a.session.credit([turn], reward), lambda: a.session.trajectories(reward)):
@@ -213,7 +213,7 @@ def test_a_reward_must_be_a_number(agent, reward):  # EP-3
             give()
 
 
-def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # EP-4, trajectory-2
+def test_each_trajectory_has_the_expert_choices_of_the_answers_that_it_trains(agent):  # rollout-7, trajectory-2
     a = agent()
 
     def say(messages, answer, number, **facts):
@@ -285,7 +285,7 @@ def test_an_answer_that_may_not_be_trained_is_context(agent):  # agents-3
         assert rewards.nonzero().item() == len(opponent.path_tokens()) + len(mine.context) + len(mine.tokens) - 1
 
 
-def test_a_completion_of_other_tokens_is_refused(agent):  # agents-1, EP-2
+def test_a_completion_of_other_tokens_is_refused(agent):  # agents-1
     a = agent()
     continuation = a.session.extend([user("a")])
     with pytest.raises(EpisodeError, match="other tokens"):

@@ -119,7 +119,7 @@ async def going_on(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
 async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
     runs: Runs, limit: dict[str, Any], answers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """RG-4."""
+    """rollout-4."""
     caplog.set_level("INFO", "goaly.rollout.group_runner")
     group = await runs.group(going_on, **limit)
     assert isinstance(group, Group), group
@@ -139,7 +139,7 @@ async def test_an_episode_that_its_limits_end_is_trained_as_far_as_it_came(
 async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_came_and_what_it_cannot_set_is_counted(
     runs: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RG-4."""
+    """rollout-4."""
     monkeypatch.setattr("goaly.agents.http_session._TOLD", set())
     chat = runs.chat
     gateway = Gateway(EndpointSettings(), 0, str(chat.folder), 60)
@@ -182,7 +182,7 @@ async def test_an_agent_that_the_endpoint_refuses_more_is_trained_as_far_as_it_c
 async def test_other_errors_of_an_episode_fail_its_group_also_where_it_was_truncated_before_it_said_anything(
     runs: Runs,
 ) -> None:
-    """RG-4."""
+    """rollout-4."""
 
     async def wrong(prompt: Prompt, context: EpisodeContext) -> Any:
         await context.chat.say(prompt.messages)
@@ -227,9 +227,7 @@ async def test_an_episode_that_a_full_disk_cuts_is_not_kept(runs: Runs, tmp_path
     assert os.listdir(tmp_path) == []
 
 
-async def test_only_the_newest_failed_episodes_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # FE-1
+async def test_only_the_newest_failed_episodes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_episodes, "MOST_KEPT", 2)
     for name in ("9.0", "10.1", "10.0", "2.0"):
         (tmp_path / f"{name}.jsonl").touch()
@@ -241,7 +239,7 @@ async def test_only_the_newest_failed_episodes_are_kept(
 async def test_what_the_verifier_and_the_environment_fail_at_fails_the_group_of_a_truncated_session(
     runs: Runs, error: Exception
 ) -> None:
-    """RG-4."""
+    """rollout-4."""
 
     async def fails(prompt: Prompt, context: EpisodeContext) -> Any:
         try:
@@ -260,7 +258,7 @@ async def test_what_the_verifier_and_the_environment_fail_at_fails_the_group_of_
 
 
 async def test_a_verifier_that_fails_beside_others_fails_the_group_of_a_truncated_session(runs: Runs) -> None:
-    """RG-4."""
+    """rollout-4."""
 
     async def asks_twice(prompt: Prompt, context: EpisodeContext) -> Any:
         with pytest.raises(SessionExhausted):
@@ -309,7 +307,7 @@ async def test_an_episode_that_goes_on_after_a_refusal_is_truncated_too(runs: Ru
 
 
 @virtual_time.jumps
-async def test_an_episode_that_runs_out_of_time_is_trained_as_truncated_beside_its_siblings(runs: Runs) -> None:  # RG-4
+async def test_an_episode_that_runs_out_of_time_is_trained_as_truncated_beside_its_siblings(runs: Runs) -> None:
     async def one_is_slow(prompt: Prompt, context: EpisodeContext) -> Any:
         said = await context.chat.say(prompt.messages)
         if context.sample_index == 1:
@@ -363,7 +361,7 @@ async def _has_asked_a_judge_only(prompt: Prompt, context: EpisodeContext) -> No
 
 @pytest.mark.parametrize("late", [_waits, _waits_for_its_score, _has_asked_a_judge_only])
 async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judged(runs: Runs, late: Any) -> None:
-    """RG-4."""
+    """rollout-4."""
 
     async def one_is_late(prompt: Prompt, context: EpisodeContext) -> Any:
         if context.sample_index == 1:
@@ -380,7 +378,7 @@ async def test_a_group_fails_if_what_an_episode_said_in_its_time_cannot_be_judge
     assert end.counts["agents/sessions_timed_out"] == 1
 
 
-async def test_an_episode_that_runs_out_of_time_in_its_environment_leaves_its_group(runs: Runs) -> None:  # RG-4
+async def test_an_episode_that_runs_out_of_time_in_its_environment_leaves_its_group(runs: Runs) -> None:  # rollout-4
     async def one_is_late(prompt: Prompt, context: EpisodeContext) -> Any:
         if context.sample_index == 1:
             await _waits_for_its_environment(prompt, context)
@@ -393,7 +391,7 @@ async def test_an_episode_that_runs_out_of_time_in_its_environment_leaves_its_gr
 
 
 @virtual_time.jumps
-async def test_a_group_fails_if_all_its_episodes_run_out_of_time(runs: Runs) -> None:  # RG-4
+async def test_a_group_fails_if_all_its_episodes_run_out_of_time(runs: Runs) -> None:  # rollout-4
     async def slow(prompt: Prompt, context: EpisodeContext) -> Any:
         await context.chat.say(prompt.messages)
         runs.sampler.go_on = asyncio.Event()
@@ -416,7 +414,7 @@ async def test_an_evaluation_counts_0_for_an_episode_that_runs_out_of_time_also_
 
 
 async def test_an_answer_that_was_scored_before_the_limits_ended_its_episode_is_trained(runs: Runs) -> None:
-    """RG-4."""
+    """rollout-4."""
 
     async def scored(prompt: Prompt, context: EpisodeContext) -> Any:
         assert await context.reward(prompt, "12") == 1.0

@@ -43,7 +43,7 @@ def kept_in(folder: Path) -> dict[str, bytes]:
 async def test_a_failed_attempts_key_opens_nothing_and_its_request_at_the_endpoint_is_cancelled(
     runs: Runs, tmp_path: Path
 ) -> None:
-    """RG-5."""
+    """rollout-5."""
     files = SessionFiles(tmp_path)
     gateway = Gateway(EndpointSettings(), 0, str(runs.chat.folder), 4096, files)
     await gateway.start(AnswerParser(runs.chat, ChatSettings()))
@@ -88,7 +88,7 @@ async def test_a_failed_attempts_key_opens_nothing_and_its_request_at_the_endpoi
 
 
 async def test_the_next_worker_goes_on_with_the_attempt_that_was_under_way(runs: Runs, tmp_path: Path) -> None:
-    """agents-7, RG-5."""
+    """agents-7, rollout-5."""
     files, both_asked, over = SessionFiles(tmp_path), asyncio.Event(), asyncio.Event()
     attempts: list[str] = []
 
@@ -124,7 +124,7 @@ async def test_the_next_worker_goes_on_with_the_attempt_that_was_under_way(runs:
 
 
 async def test_a_verifier_that_failed_in_an_earlier_attempt_does_not_fail_a_truncated_session(runs: Runs) -> None:
-    """RG-4."""
+    """rollout-4."""
     failures = [VerifierError("it is down")] * 2
 
     async def score(prompt: Prompt, response: str) -> float:

@@ -45,7 +45,7 @@ def test_what_is_stuck_ends_its_process_and_the_log_says_where(what: str, says: 
     script = [sys.executable, "-c", STUCK + what]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == FATAL_EXIT_CODE
-    assert f"{FATAL}{says}=0.4, in __main__.{where}, line " in ended.stderr  # WR-2
+    assert f"{FATAL}{says}=0.4, in __main__.{where}, line " in ended.stderr
     assert f"in {where}\n" in ended.stderr  # the stack
 
 

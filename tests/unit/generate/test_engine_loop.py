@@ -15,7 +15,7 @@ from goaly.base.watchdog import WorkWatchdog
 from goaly.generate.engine_loop import Command, EngineLoop, Stop
 from goaly.generate.request import Finish, InvalidRequest, Request, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
 
@@ -61,12 +61,12 @@ class CountingEngine:
     def streams(self) -> int:
         return len(self._given.keys() & self._written.keys())
 
-    def parts(self) -> list[tuple[str, AnswerPart]]:
+    def parts(self) -> list[tuple[str, VersionedTokens]]:
         parts = []
         for name in self._given.keys() & self._written.keys():
             versions = self._written[name][self._given[name] :]
             self._given[name] += len(versions)
-            parts.append((name, AnswerPart([7] * len(versions), [0.0] * len(versions), versions)))
+            parts.append((name, VersionedTokens([7] * len(versions), [0.0] * len(versions), versions)))
         return parts
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
@@ -138,10 +138,10 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
 @pytest.mark.timeout(20)
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
     """generate-1"""
-    parts: list[AnswerPart] = []
+    parts: list[VersionedTokens] = []
     came = asyncio.Event()
 
-    def take(part: AnswerPart) -> None:
+    def take(part: VersionedTokens) -> None:
         parts.append(part)
         came.set()
 

@@ -15,7 +15,7 @@ from goaly.base.errors import ReplicaLost
 from goaly.generate.connection import Connection, Ways, Withdraw, own_name
 from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Finish, Sample, Sampling
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 
 CALLER = """
 import os, pickle, socket, struct, sys
@@ -157,14 +157,14 @@ async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends
     assert await there.messages.get() == Withdraw([suspect])  # generate-2
     assert all(turn.cancelled() for turn in turns)
 
-    def refuse(part: AnswerPart) -> None:
+    def refuse(part: VersionedTokens) -> None:
         raise LookupError("not this one")
 
     refused = connection.submit("refused", [1], Sampling(), 0, refuse)
     other = connection.submit("other", [1], Sampling())
     first, second = (request.request_id for request in (await there.messages.get()).requests)
     answer = Sample.of([1], [0.0], [0], Finish.STOP)
-    line.send([(first, AnswerPart([1], [0.0], [0])), (second, answer)])
+    line.send([(first, VersionedTokens([1], [0.0], [0])), (second, answer)])
     with pytest.raises(LookupError, match="not this one"):
         await refused
     assert (await other).tokens.tolist() == [1]

@@ -102,7 +102,7 @@ async def test_without_a_token_limit_the_context_is_the_limit():
     sampler = Recorder()
     await policy(sampler, sampling=Sampling()).sample([9] * 6)
     await policy(sampler, sampling=Sampling()).sample([9] * 6, max_tokens=4)
-    assert [asked.max_tokens for asked in sampler.asked] == [10, 4]  # PO-2: 16 - 6
+    assert [asked.max_tokens for asked in sampler.asked] == [10, 4]  # 16 - 6
 
 
 async def test_where_the_context_has_less_room_the_fewest_tokens_are_no_more_than_the_most():
@@ -141,7 +141,7 @@ async def test_a_changed_distribution_is_refused_where_it_would_be_trained_and_f
     must_be = {"temperature": 0.7}.get(key, NEUTRAL[key])
     with pytest.raises(EpisodeError) as error:
         await policy(sampler).sample([9], **{key: value})
-    assert str(error.value).startswith(f"{key}={value}: must be {must_be}, as in the run's sampling: ")  # PO-4
+    assert str(error.value).startswith(f"{key}={value}: must be {must_be}, as in the run's sampling: ")  # generate-16
     assert "context.evaluation" in str(error.value)
     assert sampler.asked == []
     completion = await policy(sampler, evaluation=True).sample([9], **{key: value})
@@ -149,7 +149,7 @@ async def test_a_changed_distribution_is_refused_where_it_would_be_trained_and_f
     assert getattr(sampler.asked[0], key) == value
 
 
-async def test_a_form_is_allowed_where_it_is_trained():  # PO-4
+async def test_a_form_is_allowed_where_it_is_trained():  # generate-16
     sampler = Recorder()
     assert (await policy(sampler).sample([9], structured_outputs={"regex": "a+"})).trained
     assert sampler.asked[0].structured_outputs == {"regex": "a+"}
@@ -172,7 +172,7 @@ async def test_what_nobody_trains_may_be_sampled_in_any_way_and_is_observed_not_
     assert whole.trained_tokens == 0
 
 
-async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it():  # PO-1
+async def test_a_completion_tells_which_stop_string_ended_it_and_its_text_has_it():
     completion = await policy(Recorder(stop="k")).sample([9], stop=["k"])
     assert (completion.text, completion.stop) == ("ok", "k")
 

@@ -8,7 +8,7 @@ import pytest
 from goaly.base.errors import AnswerBroken
 from goaly.generate import router as routing
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
-from goaly.generate.streamed_answer import AnswerPart
+from goaly.generate.versioned_tokens import VersionedTokens
 from tests.unit.generate.fake_replicas import Fleet, announce, ask, one_and_two, settled
 
 
@@ -247,18 +247,18 @@ async def test_a_streamed_answer_goes_on_at_another_replica_after_the_tokens_tha
     """generate-12"""
     router, one, two = one_and_two()
     announce(router, ["one"])
-    parts: list[AnswerPart] = []
+    parts: list[VersionedTokens] = []
     asked = Sampling(max_tokens=8, min_tokens=2, seed=5, stop=("!",))
     task = asyncio.create_task(router.generate("r", [1, 2], asked, 3, None, parts.append))
     await settled()
-    one.streams["r"].on_part(AnswerPart([7], [-0.5], [3]))
-    one.streams["r"].on_part(AnswerPart([8, 9], [-0.25, -1.0], [3, 4]))
+    one.streams["r"].on_part(VersionedTokens([7], [-0.5], [3]))
+    one.streams["r"].on_part(VersionedTokens([8, 9], [-0.25, -1.0], [3, 4]))
     announce(router, ["two"])
     await settled()
     rest = two.streams["r.1"]
     assert (rest.prompt, rest.written) == ([1, 2, 7, 8, 9], 3)
     assert rest.sampling == Sampling(max_tokens=5, min_tokens=0, seed=seed_of("5.3"), stop=("!",))
-    rest.on_part(AnswerPart([10], [-2.0], [4]))
+    rest.on_part(VersionedTokens([10], [-2.0], [4]))
     rest.future.set_result(Sample.of([10, 11], [-2.0, -4.0], [4, 5], Finish.STOP, "!"))
     sample = await task
     assert sample.tokens.tolist() == [7, 8, 9, 10, 11]
@@ -277,7 +277,7 @@ async def test_a_streamed_answer_whose_rest_would_have_another_distribution_fail
     task = asyncio.create_task(router.generate("r", [1], asked, 0, None, lambda part: None))
     untouched = asyncio.create_task(router.generate("s", [1], asked, 0, None, lambda part: None))
     await settled()
-    one.streams["r"].on_part(AnswerPart([7], [-0.5], [3]))
+    one.streams["r"].on_part(VersionedTokens([7], [-0.5], [3]))
     announce(router, ["two"])
     with pytest.raises(AnswerBroken, match="died after 1 tokens of a streamed answer"):
         await task

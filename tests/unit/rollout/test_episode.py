@@ -28,7 +28,7 @@ def completion(prompt: list[int], tokens: list[int], finish: Finish = Finish.STO
     )
 
 
-def test_one_turn_by_hand():  # EP-1
+def test_one_turn_by_hand():  # rollout-6
     one = Episode(PROMPT, [5, 6], 2).wrote(completion([5, 6], [7, 8, 1])).finish(0.5)
     assert one.tokens["tokens"].tolist() == [5, 6, 7, 8, 1]
     assert one.tokens["trained"].tolist() == [False, False, True, True, True]
@@ -86,7 +86,7 @@ def test_an_answer_to_other_tokens_is_refused():
     with pytest.raises(
         EpisodeError, match="prompt q1: the completion continues 2 other tokens; it must continue the 2"
     ):
-        episode.wrote(completion([5, 7], [8]))  # EP-2: tokenized again, and differently
+        episode.wrote(completion([5, 7], [8]))  # tokenized again, and differently
     episode.wrote(completion([5, 6], [8]))
     with pytest.raises(EpisodeError, match="must continue the 3 recorded"):
         episode.wrote(completion([5, 6], [8]))
@@ -116,7 +116,7 @@ def chose(first: int, count: int) -> torch.Tensor:
 
 
 def test_the_first_recorded_choices_of_a_token_stand_and_tokens_after_the_last_completion_have_none():
-    # EP-4, trajectory-2
+    # rollout-7, trajectory-2
     first, second = chose(0, 3), chose(100, 6)
     episode = Episode(PROMPT, [5, 6]).wrote(replace(completion([5, 6], [7, 8]), choices=first)).observed([40])
     episode.wrote(replace(completion([5, 6, 7, 8, 40], [9, 1]), choices=second)).observed([41, 42])

@@ -99,7 +99,7 @@ ends = st.sampled_from([*(kind("gone") for kind in LOST), None, None, ActionRefu
 def test_of_an_episode_that_begins_again_only_the_last_attempt_is_trained_and_all_are_counted(
     fates: list[list[Exception | None]], retries: int, pauses: int, repeatable: bool
 ) -> None:
-    """RG-5."""
+    """rollout-5."""
 
     async def run() -> tuple[Named, FakeQueue, list[int], GroupSummary]:
         sampler, queue, plays = Named(pauses), FakeQueue(), Plays(fates)
@@ -107,7 +107,7 @@ def test_of_an_episode_that_begins_again_only_the_last_attempt_is_trained_and_al
         group = runner(sampler, queue, plays.episode, group_size=len(fates), max_context=200, **limits)
         summary = await group.run(TICKET, PROMPT)
         assert sampler.under_way == set()
-        assert all("has ended" in str(end) for end in await plays.late_answers())  # PO-3
+        assert all("has ended" in str(end) for end in await plays.late_answers())  # generate-15
         return sampler, queue, plays.attempts, summary
 
     def last(of: list[Exception | None]) -> int:
@@ -116,7 +116,7 @@ def test_of_an_episode_that_begins_again_only_the_last_attempt_is_trained_and_al
 
     sampler, queue, attempts, summary = asyncio.run(run())
     assert len(sampler.asked) == len(set(sampler.asked))
-    assert len(queue.reports) == 1  # RG-1
+    assert len(queue.reports) == 1  # rollout-1
     expected = [last(of) for of in fates]
     assert all(made <= 1 + at for made, at in zip(attempts, expected, strict=True))
     if repeatable:
@@ -144,7 +144,7 @@ def test_of_an_episode_that_begins_again_only_the_last_attempt_is_trained_and_al
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 80), st.integers(8, 10))
 def test_cancelled_in_any_attempt_the_ticket_is_reported_once_and_no_request_is_left(turns: int, pauses: int) -> None:
-    """RG-1, RG-5."""
+    """rollout-1, rollout-5."""
 
     async def cancel_after() -> None:
         sampler, queue = Named(pauses), FakeQueue()

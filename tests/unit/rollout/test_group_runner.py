@@ -202,7 +202,7 @@ async def test_a_group_counts_its_responses_that_got_zero_because_the_verifier_d
 async def test_requests_carry_the_oldest_version_one_session_a_group_and_stay_within_the_context():
     sampler = FakeSampler()
     await runner(sampler, FakeQueue()).run(TICKET, PROMPT)
-    assert sorted(sampler.asked) == [(f"4.{index}.0", 3, 13, 2, "4") for index in range(3)]  # PO-2: 16 - 3
+    assert sorted(sampler.asked) == [(f"4.{index}.0", 3, 13, 2, "4") for index in range(3)]  # 16 - 3
 
 
 async def test_one_failing_episode_fails_the_group_by_its_cause_and_cancels_the_others_requests():
@@ -210,7 +210,7 @@ async def test_one_failing_episode_fails_the_group_by_its_cause_and_cancels_the_
     summary = await runner(sampler, queue).run(TICKET, PROMPT)
     assert summary.failed == "prompt q1: ConnectionError: the engine broke"
     assert queue.reports == [("fail", 4, summary.failed)]
-    assert sorted(sampler.cancelled) == ["4.0.0", "4.2.0"]  # RG-2
+    assert sorted(sampler.cancelled) == ["4.0.0", "4.2.0"]  # rollout-2
     assert sampler.under_way == 0
 
 
@@ -269,7 +269,7 @@ def test_cancelled_at_any_await_the_ticket_is_reported_once_and_no_request_is_le
         await asyncio.wait([task])
         assert sampler.under_way == 0
         if started:
-            assert len(queue.reports) == 1  # RG-1
+            assert len(queue.reports) == 1  # rollout-1
         if started and not ended:
             assert queue.reports[0] in [("fail", 4, "cancelled"), ("put", 4)]
 

@@ -50,7 +50,7 @@ async def test_an_episode_that_hangs_fails_its_group_and_cancels_the_requests_of
     assert asyncio.get_running_loop().time() == pytest.approx(1060)
     assert summary.failed == "episode_timeout: episode 1 of prompt q1 exceeded rollout.episode_seconds=60.0"
     assert queue.reports == [("fail", 4, "episode_timeout")]
-    assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # RG-2
+    assert (sorted(sampler.cancelled), sampler.under_way) == (["4.0.0", "4.2.0"], 0)  # rollout-2
     assert group.progress(TICKET.index) is None
 
 
@@ -83,13 +83,13 @@ async def test_an_episode_that_swallows_its_cancellation_is_abandoned_and_frees_
     first = asyncio.create_task(group.run(TICKET, prompt))
     second = asyncio.create_task(group.run(NEXT, PROMPT))
     assert (await first).failed is not None
-    assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # EL-1
+    assert asyncio.get_running_loop().time() == pytest.approx(60 + CANCEL_SECONDS)  # rollout-3
     assert queue.reports == [("fail", 4, "episode_timeout")]
-    assert (await second).rewards == (1.0,)  # RG-3
+    assert (await second).rewards == (1.0,)  # rollout-3
     assert len(running._abandoned) == 1
     await asyncio.sleep(1000)
     assert not running._abandoned
-    assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # PO-3
+    assert [request for request, *_ in sampler.asked] == ["5.0.0"]  # generate-15
     assert "episode 0 of prompt stubborn still runs 10 s after it was cancelled, and is abandoned" in caplog.text
     end = "EpisodeError: episode 4.0 has ended and can't sample any more"
     assert f"episode 0 of prompt stubborn ended after it was cancelled: {end}" in caplog.messages
@@ -266,7 +266,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_reward_that_is_no_finite_number_is_refused_with_its_prompt_and_value(reward, named):
     with pytest.raises(EpisodeError, match=f"prompt q1: {named}, must be a finite float32 number"):
-        Episode(PROMPT, [5]).finish(reward)  # EP-3
+        Episode(PROMPT, [5]).finish(reward)
     with pytest.raises(EpisodeError, match=f"prompt q1: {named}, must be a finite float32 number"):
         Episode(PROMPT, [5]).wrote(completion([5], [6])).credited(reward)
 
