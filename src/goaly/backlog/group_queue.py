@@ -23,8 +23,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch import Tensor
 from goaly.backlog.batch import Batch, BatchHandle, add_column, annotation, build_batch, check_group
 from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShares
 from goaly.backlog.events import Annotated, Dropped, Event, Formed, Ticket, Trained
-from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics, QueueWaits
+from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics, QueueWaits, Wait
 from goaly.backlog.ledger import Ledger, State
 from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
@@ -47,34 +47,6 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=Event)
 
 RUN_ENDED = "the run ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """The groups, or the disk, that the next batch waits for."""
-
-    ticket: int | None
-    """The oldest running group, which holds the window back; None if no group is running."""
-    finished: int
-    """Complete groups that are not in a batch yet."""
-    needed: int
-    """Groups in a batch."""
-    rejected: int
-    """Groups rejected so far."""
-    failed: int
-    """Groups that failed so far."""
-    disk_seconds: float = 0.0
-    """Seconds that it has waited for the disk."""
-    disk_file: Path | None = None
-    """The file of the run's log that the disk has not written; None if it does not wait for the disk."""
-
-    def __str__(self) -> str:
-        """A line for the log."""
-        disk = ""
-        if self.disk_file is not None:
-            disk = f"the next batch waits {self.disk_seconds:.0f} s for the disk to write {self.disk_file}; "
-        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
-        return f"{disk}{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class GroupQueue:
@@ -96,8 +68,14 @@ class GroupQueue:
         self._settings = settings
         self._advantage_settings = advantage_settings
         self._dp_ranks = dp_ranks
-        self._pad_token = pad_token
-        self._minibatches = minibatches
+        self._build_batch = partial(
+            build_batch,
+            settings=settings,
+            advantage_settings=advantage_settings,
+            dp_ranks=dp_ranks,
+            pad_token=pad_token,
+            minibatches=minibatches,
+        )
         self._staleness = StalenessBound(settings.groups_per_step, settings.max_staleness, steps)
         self._order = Order.of(settings)
         self._ledger = Ledger()
@@ -125,7 +103,9 @@ class GroupQueue:
     async def admit(self) -> Ticket | None:
         """The next ticket. Waits until a group may start; None after `close`."""
         # Unblocked by `trained`, by a dropped ticket, whose position becomes free, and by `close`.
-        await self._until(lambda: bool(self._admit_again) or self._may_admit())
+        await self._until(
+            lambda: bool(self._admit_again) or self._staleness.admits(self._ledger.live, self._policy_version)
+        )
         if self._closed:
             return None
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
@@ -262,8 +242,10 @@ class GroupQueue:
         groups = {group.ticket: group for group in state["groups"]}
         for saved in state["batches"]:
             passes = {source: Passes(**counts) for source, counts in saved["passes"].items()}
-            self._build(saved["id"], [groups.pop(ticket) for ticket in saved["tickets"]], saved["weights"], passes)
-            metrics = self._batches[saved["id"]].handle.metrics
+            of_batch = [groups.pop(ticket) for ticket in saved["tickets"]]
+            batch = self._build_batch(saved["id"], of_batch, weights=saved["weights"], passes=passes)
+            self._batches[saved["id"]] = batch
+            metrics = batch.handle.metrics
             metrics.update({**saved["metrics"], **metrics})  # metrics of its rows are this queue's, which may differ
         self._groups = groups
         self._waits.begin(groups)
@@ -338,9 +320,6 @@ class GroupQueue:
         self._record(event)
         return event
 
-    def _may_admit(self) -> bool:
-        return self._staleness.admits(self._ledger.live, self._policy_version)
-
     def _admit(self) -> Ticket:
         min_version = self._staleness.min_version(self._ledger.live)
         ticket = Ticket(index=self._ledger.admit(), min_version=min_version)
@@ -376,8 +355,13 @@ class GroupQueue:
         if tickets is None:
             raise ValueError(f"batch {self._next_batch}: its groups are not complete")
         groups = [self._groups.pop(ticket) for ticket in tickets]
-        self._build(self._next_batch, groups, self._distribution.deliver(tickets), self._statistics.take_passes())
-        batch = self._batches[self._next_batch]
+        batch = self._build_batch(
+            self._next_batch,
+            groups,
+            weights=self._distribution.deliver(tickets),
+            passes=self._statistics.take_passes(),
+        )
+        self._batches[self._next_batch] = batch
         batch.handle.metrics.update(
             {
                 **self._distribution.metrics(),
@@ -389,21 +373,6 @@ class GroupQueue:
         )
         self._next_batch += 1
         return Formed(batch=batch.handle.id, tickets=batch.tickets)
-
-    def _build(
-        self, batch_id: int, groups: Sequence[Group], weights: Sequence[float], passes: Mapping[str, Passes]
-    ) -> None:
-        self._batches[batch_id] = build_batch(
-            batch_id,
-            groups,
-            settings=self._settings,
-            advantage_settings=self._advantage_settings,
-            dp_ranks=self._dp_ranks,
-            pad_token=self._pad_token,
-            minibatches=self._minibatches,
-            weights=weights,
-            passes=passes,
-        )
 
     def _annotate(self, annotated: Annotated) -> Annotated:
         batch = self._batch(annotated.batch)

@@ -1,4 +1,4 @@
-"""Statistics of all finished groups, trained or not: passes by source, groups without signal, counts. Pure.
+"""Statistics of all finished groups, trained or not, and of those that wait for a batch. Pure.
 
 Groups that dynamic sampling rejects count too: the trained groups alone would say little about the policy.
 
@@ -9,7 +9,8 @@ steps' worth have no signal.
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from goaly.backlog.events import Dropped
@@ -94,6 +95,34 @@ class GroupStatistics:
         self._recent.extend(state["recent"])
         self._passes = {source: Passes(**passes) for source, passes in state["passes"].items()}
         self._counts = Counter(state["counts"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The groups, or the disk, that the next batch waits for."""
+
+    ticket: int | None
+    """The oldest running group, which holds the window back; None if no group is running."""
+    finished: int
+    """Complete groups that are not in a batch yet."""
+    needed: int
+    """Groups in a batch."""
+    rejected: int
+    """Groups rejected so far."""
+    failed: int
+    """Groups that failed so far."""
+    disk_seconds: float = 0.0
+    """Seconds that it has waited for the disk."""
+    disk_file: Path | None = None
+    """The file of the run's log that the disk has not written; None if it does not wait for the disk."""
+
+    def __str__(self) -> str:
+        """A line for the log."""
+        disk = ""
+        if self.disk_file is not None:
+            disk = f"the next batch waits {self.disk_seconds:.0f} s for the disk to write {self.disk_file}; "
+        ended = f"{self.rejected} groups were rejected, {self.failed} failed so far"
+        return f"{disk}{self.finished} complete groups wait for a batch of {self.needed}; {ended}"
 
 
 class QueueWaits:

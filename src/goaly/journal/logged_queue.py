@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from goaly.backlog.batch import Batch, BatchHandle
-from goaly.backlog.group_queue import GroupQueue, Wait
+from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_statistics import Wait
 from goaly.backlog.queue import TrajectoryQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.actors import concurrent_endpoint

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.events import Dropped, Ticket
-from goaly.backlog.group_queue import Wait
+from goaly.backlog.group_statistics import Wait
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
 from goaly.journal.logged_queue import LoggedQueue

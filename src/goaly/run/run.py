@@ -10,7 +10,7 @@ from typing import Any
 
 from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
-from goaly.backlog.group_queue import Wait
+from goaly.backlog.group_statistics import Wait
 from goaly.base.errors import RunFailed
 from goaly.base.json_text import read_lines
 from goaly.base.process import watch_callbacks

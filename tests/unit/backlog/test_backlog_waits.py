@@ -8,8 +8,8 @@ import torch
 from trajectories import grouped, sampled
 
 from goaly.backlog.events import Dropped
-from goaly.backlog.group_queue import GroupQueue, Wait
-from goaly.backlog.group_statistics import RECENT_STEPS
+from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_statistics import RECENT_STEPS, Wait
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import RunFailed, SchemaError
 from goaly.prompts.curriculum import Passes

@@ -13,7 +13,8 @@ from queues import now
 from trajectories import grouped, sampled
 
 from goaly.backlog.events import Ticket
-from goaly.backlog.group_queue import GroupQueue, Wait
+from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.group_statistics import Wait
 from goaly.backlog.settings import BacklogSettings
 from goaly.journal import log_writer, logged_queue
 from goaly.journal.logged_queue import LoggedQueue, _Replay

@@ -9,7 +9,7 @@ import pytest
 from monarch.actor import ActorError
 
 from goaly.backlog.events import Ticket
-from goaly.backlog.group_queue import Wait
+from goaly.backlog.group_statistics import Wait
 from goaly.base.errors import RunFailed
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt

@@ -69,6 +69,17 @@ class Protocol(RuleBasedStateMachine):
         self.writing[rank] = (version, slot)
         self.memory[slot][rank] = -1
 
+    @rule()
+    def publish(self) -> None:
+        """Every rank comes to the end of the version that the slowest one is at."""
+        version = min(self.next_version)
+        for rank, following in enumerate(self.next_version):
+            if following == version:
+                if rank not in self.writing:
+                    self.begins(rank)
+                if rank in self.writing:
+                    self.has_staged(rank)
+
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), goes_on=st.booleans())
     def staged(self, data: st.DataObject, goes_on: bool) -> None:
@@ -103,7 +114,7 @@ class Protocol(RuleBasedStateMachine):
         versions = self.ledger.versions
         following = self.ledger.reserve(rank)
         self.lost_only_the_oldest(versions)
-        assert versions[-1:] == self.ledger.versions[-1:]  # weights-2: never the newest for a version to come
+        assert self.committed not in versions or self.committed in self.ledger.versions  # weights-2: the newest stays
         if goes_on and following is not None:
             self.writes(rank, version + 1, following)
 
@@ -141,8 +152,10 @@ class Protocol(RuleBasedStateMachine):
         self.waiting.pop(reader, None)
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data())
-    def abandon(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), seldom=st.integers(0, 3))
+    def abandon(self, data: st.DataObject, seldom: int) -> None:
+        if seldom:
+            return
         rank = data.draw(st.sampled_from(sorted(self.writing)))
         version, _ = self.writing.pop(rank)
         self.next_version[rank] += 1
@@ -151,9 +164,11 @@ class Protocol(RuleBasedStateMachine):
         assert version not in self.ledger.versions
         assert version not in self.held.values()
 
-    @rule(goes_on=st.booleans())
-    def lose(self, goes_on: bool) -> None:
+    @rule(goes_on=st.booleans(), seldom=st.integers(0, 5))
+    def lose(self, goes_on: bool, seldom: int) -> None:
         """All writers die; others begin with the version that is newest, or the one after it (weights-9)."""
+        if seldom:
+            return
         self.ledger.lost()
         self.losses += 1
         assert self.ledger.losses == self.losses
