@@ -16,7 +16,6 @@ import httpx
 
 from goaly.base.json_text import MOST_CHARACTERS
 from goaly.environments.protocol import (
-    SHOWN,
     ActionRefused,
     Disconnected,
     EnvironmentDied,
@@ -24,10 +23,8 @@ from goaly.environments.protocol import (
     Observation,
     StepResult,
     Unsent,
-    observed,
-    read,
-    stepped,
 )
+from goaly.environments.replies import SHOWN, observed, read, stepped
 from goaly.environments.server_process import Elsewhere, Server, ServerProcess
 
 _ERRORS = 400

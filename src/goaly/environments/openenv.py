@@ -13,18 +13,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from goaly.base.json_text import MOST_CHARACTERS
-from goaly.environments.protocol import (
-    SHOWN,
-    ActionRefused,
-    Disconnected,
-    EnvironmentFailed,
-    Observation,
-    StepResult,
-    Unsent,
-    observed,
-    read,
-    stepped,
-)
+from goaly.environments.protocol import ActionRefused, Disconnected, EnvironmentFailed, Observation, StepResult, Unsent
+from goaly.environments.replies import SHOWN, observed, read, stepped
 from goaly.environments.server_process import Elsewhere, Server, ServerProcess
 
 _REFUSALS = ("VALIDATION_ERROR", "EXECUTION_ERROR", "INVALID_JSON")

@@ -8,15 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, MinLen
 
-from goaly.base.config.settings import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Settings,
-    Share,
-    ShareBelowOne,
-)
+from goaly.base.config.settings import NonNegativeFloat, PositiveInt, Section, Settings, Share, ShareBelowOne
 
 FILE_KINDS = (".jsonl", ".parquet")
 ARITHMETIC = "arithmetic"
@@ -138,7 +130,7 @@ class CurriculumSettings(Settings):
 
     floor: Annotated[float, Gt(0), Le(1)] = 0.1
     """Lower bound of the factor 4 * p * (1 - p), which is 1 for a source that half of the samples pass."""
-    half_life_samples: PositiveFloat = 512.0
+    half_life_samples: Annotated[float, Gt(0)] = 512.0
     """Number of newer samples of the source after which a sample counts half in its pass rate."""
 
 

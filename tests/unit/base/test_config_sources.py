@@ -146,24 +146,10 @@ def test_a_section_in_an_override_joins_that_of_the_file(file: Path) -> None:
     )
 
 
-def test_digits_are_text_where_text_or_nothing_is_asked_for() -> None:
-    assert read("name=x", "note=007").note == "007"
-    assert read("name=x", "note=null").note is None
-
-
 def test_a_key_that_cannot_be_set_is_told_with_its_value() -> None:
     assert problems("name=x", "lengths.5=1", "lengths.x=1") == [
         "lengths.5=1: cannot be set: list index out of range (override)",
         "lengths.x=1: cannot be set: invalid literal for int() with base 10: 'x' (override)",
-    ]
-
-
-def test_every_key_and_item_of_a_file_has_a_line_of_its_own(file: Path) -> None:
-    file.write_text("name: x\ntrain:\n  model:\n    size: a\n  rate: b\nlengths:\n  - 1\n  - c\nextra:\n- d\n")
-    assert problems(f"--config={file}") == [
-        f"train.model.size=a: must be an integer ({file}:4)",
-        f"train.rate=b: must be a number ({file}:5)",
-        f"lengths.1=c: must be an integer ({file}:8)",
     ]
 
 

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
-from pydantic import ValidationError
 
 from goaly.base.config import load
-from goaly.base.config.check import all_problems, check, faults
-from goaly.base.config.schema import adapter, default_values, join, keys, members, plain, section_of
+from goaly.base.config.check import all_problems, check
+from goaly.base.config.schema import default_values, join, keys, members, plain, section_of
 from goaly.base.config.settings import AtLeastOne, PositiveInt, Section, Settings, Share
 from goaly.base.config.wording import bounds_words, show, type_words
 from goaly.base.errors import ConfigError
@@ -283,18 +282,6 @@ def test_checking_values_leaves_them_as_they_are() -> None:
     values = {"steps": 1, "deep": {"sizes": ["x"], "zzz": 1}}
     assert len(problems(values)) == 2
     assert values == {"steps": 1, "deep": {"sizes": ["x"], "zzz": 1}}
-
-
-def test_problems_of_values_of_the_right_types_name_their_keys_from_the_root() -> None:
-    assert check(Root, {"steps": 1, "deep": {"seed": -1}}, "job")[1] == ["job.deep.seed=-1: must not be negative"]
-
-
-def test_the_faults_of_values_have_kinds() -> None:
-    try:
-        adapter(Root).validate_json('{"pair": "x", "zzz": 1}')
-    except ValidationError as error:
-        found = {fault.path: fault.kind for fault in faults(error, Root)}
-    assert found == {"steps": "missing", "pair": "wrong", "zzz": "unknown"}
 
 
 def test_for_a_key_unlike_any_beside_it_the_key_of_the_most_similar_path_is_meant() -> None:

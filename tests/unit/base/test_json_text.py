@@ -1,4 +1,4 @@
-"""Line files survive crashes, company and full disks."""
+"""Line files survive crashes, company and full disks; JSON that others wrote is read within limits."""
 
 import errno
 import json
@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.base import atomic_files as folder
-from goaly.base import json_text as lines
-from goaly.base.json_text import LineFile, last_record, read_lines
+from goaly.base import atomic_files, json_text
+from goaly.base.json_text import MOST_DEPTH, LineFile, bounded_json, last_record, read_lines
 
 records = st.dictionaries(
     st.text(max_size=5), st.none() | st.integers() | st.text() | st.lists(st.integers(), max_size=3), max_size=4
@@ -33,7 +32,7 @@ def test_a_crash_in_the_middle_of_a_line_loses_that_line_only(tmp_path_factory, 
     path.write_bytes(written[:cut])
     whole = written[:cut].count(b"\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "PART_BYTES", 7)
+        patch.setattr(atomic_files, "PART_BYTES", 7)
         LineFile(path).write(*after)
     # Every reader of JSON lines reads the file, also one that stops at a cut line.
     assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == before[:whole] + after
@@ -59,7 +58,7 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_pa
 
 def test_a_line_that_another_process_is_writing_is_not_cut_off(tmp_path: Path):
     path = tmp_path / "file.jsonl"
-    first, other = folder.open_lines(path), folder.open_lines(path)
+    first, other = atomic_files.open_lines(path), atomic_files.open_lines(path)
     os.close(first)
     os.write(other, b'{"half":')
     LineFile(path).close()
@@ -70,7 +69,7 @@ def test_a_line_that_another_process_is_writing_is_not_cut_off(tmp_path: Path):
 def test_a_log_keeps_a_cut_line_and_goes_on_in_the_next_one(tmp_path: Path):
     path = tmp_path / "a.log"
     path.write_text("one\nhalf")
-    with os.fdopen(folder.open_lines(path, cut=False), "a") as log:
+    with os.fdopen(atomic_files.open_lines(path, cut=False), "a") as log:
         log.write("next\n")
     assert path.read_text() == "one\nhalf\nnext\n"
 
@@ -83,7 +82,7 @@ def test_the_last_record_is_the_last_whole_line(tmp_path_factory, written, cut):
     LineFile(path).write(*written)
     path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "TAIL_BYTES", 7)
+        patch.setattr(json_text, "TAIL_BYTES", 7)
         assert last_record(path) == next(iter(reversed(list(read_lines(path)))), None)
 
 
@@ -162,3 +161,63 @@ def test_a_file_system_that_fails_when_the_file_is_closed_costs_one_warning(tmp_
         lines.close()
         lines.close()
     assert caplog.messages == [f"{tmp_path / 'a.jsonl'}: the last records may be lost: [Errno 5] Input/output error"]
+
+
+def nested(depth: int, inner: str = "") -> str:
+    return "[" * depth + inner + "]" * depth
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        "ä😀\n",
+        -0.0,
+        2**64,
+        sys.float_info.max,
+        int(sys.float_info.max),
+        {},
+        [{"a": [1, {"b": "\x00"}]}, []],
+    ],
+)
+def test_json_is_read_as_by_the_standard_library(value: object) -> None:
+    for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
+        assert bounded_json(text) == bounded_json(text.encode()) == json.loads(text)
+
+
+def test_as_deep_as_may_be_is_read() -> None:
+    for text in (nested(MOST_DEPTH), nested(MOST_DEPTH, "1")):
+        assert bounded_json(text) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (nested(MOST_DEPTH + 1), "nested too deeply"),
+        ('{"a": ' * 70 + "1" + "}" * 70, "nested too deeply"),
+        (nested(1_000_000), "recursion limit"),
+        ("[" * 1_000_000, "recursion limit"),
+        ("[1e999]", "larger than any float"),
+        ('{"a": -1e999}', "larger than any float"),
+        ("1" + "0" * 400, "larger than any float"),
+        ("1" + "0" * 5000, "out of range"),
+        ("[NaN]", "expected value"),
+        ("-Infinity", "line 1"),
+        ('"\\ud800"', "hex escape"),
+        ('"\ud800"', "surrogates not allowed"),
+        (b'"\xff"', "unicode"),
+        ("{} {}", "trailing characters"),
+        ("", "EOF"),
+    ],
+)
+def test_what_cannot_be_rendered_and_written_again_is_no_json(text: str | bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        bounded_json(text)
+
+
+def test_a_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_text, "MOST_CHARACTERS", 4)
+    assert bounded_json("[12]") == [12]
+    with pytest.raises(ValueError, match="5 characters of JSON, must have at most 4"):
+        bounded_json("[123]")

@@ -16,8 +16,8 @@ from goaly.environments.protocol import (
     Observation,
     StepResult,
     Unsent,
-    stepped,
 )
+from goaly.environments.replies import stepped
 
 
 class Scripted:
