@@ -13,8 +13,7 @@ lines of its error. A check whose hardware is missing is `not run`, with the rea
     updates               versions from a trainer to vLLM: vLLM's log-probs are the trainer's
     pinned staging        a GPU's weights through a pinned ring into pinned spares (`weights.spare=host`)
     GPU-direct buffers    a GPU's weights by RDMA into a GPU (`weights.transport=direct`), where there is such a device
-    bitwise operations    bits of each operation of bitwise numerics that do not depend on the batch, their cost, and a
-                          trainer that computes the log-probs that vLLM sampled
+    bitwise numerics      a trainer computes the log-probs that vLLM sampled, bit by bit
     tiny loop             a GRPO run whose trainer and generator share the GPU
 
 Without `--check` the results are written to `docs/results/gpu.json`. The exit code is 1 if a check failed, and 2
@@ -22,7 +21,6 @@ without a GPU, where nothing is run or written. With `--anywhere` the checks tha
 numbers say nothing about a GPU, so they are written only to the file of `--json`.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -75,7 +73,7 @@ CHECKS: dict[str, Check] = {
         target="bench.gpu_weights:direct_buffers",
         environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # Monarch registers such segments only
     ),
-    "bitwise operations": Check(target="bench.gpu_bitwise:bitwise_operations", seconds=600.0),
+    "bitwise numerics": Check(target="bench.gpu_generator:bitwise_numerics", seconds=600.0),
     "tiny loop": Check(target="bench.gpu_loop:tiny_loop", anywhere=True, seconds=600.0),
 }
 
@@ -128,6 +126,7 @@ def run(name: str, check: Check) -> Result:
 def run_one(target: str, out: str) -> NoReturn:
     """Run a check in this process, write what it found, and end the process."""
     module, _, function = target.partition(":")
+    code = 0
     try:
         try:
             found = {"numbers": getattr(import_module(module), function)()}
@@ -137,8 +136,6 @@ def run_one(target: str, out: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    else:
-        code = 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # what libraries would say at the end is not the check's error
@@ -173,46 +170,33 @@ def gpu() -> dict[str, Any] | None:
 
 
 def report(results: Sequence[Result], device: str) -> None:
-    """Print the table, and the errors below it."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("check", "status", "seconds", "numbers", title=device)
+    """Print each check with its numbers, or its error."""
+    print(device)
     for one in results:
-        numbers = ", ".join(f"{name} {_shown(value)}" for name, value in one.numbers.items())
-        table.add_row(one.name, one.status, f"{one.seconds:.0f}", numbers)
-    console = Console()
-    console.print(table)
-    for one in results:
-        if one.error:
-            console.print(f"{one.name}:", *one.error, sep="\n  ", markup=False, highlight=False)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+        print(f"{one.name:20s} {one.status}, {one.seconds:.0f} s", *one.error, sep="\n    ")
+        for name, value in one.numbers.items():
+            print(f"    {name} {f'{value:,.4g}' if isinstance(value, float) else value}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and write; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from bench.report import Machine, options, write
+
+    parser = options(__doc__, "json")
     parser.add_argument("--check", nargs="+", choices=CHECKS, metavar="NAME", help="only these; all by default")
-    parser.add_argument("--json", type=Path, help=f"write the results here; by default to {RESULTS}, on a GPU")
     parser.add_argument("--anywhere", action="store_true", help="without a GPU run the checks that a CPU can run")
     given = parser.parse_args(argv)
     found = gpu()
     if found is None and not given.anywhere:
         sys.stderr.write("bench.gpu: there is no GPU here; --anywhere runs the checks that a CPU can run\n")
         return 2
-    from bench.report import Machine
-
     machine = Machine.now()
     chosen = {name: check for name, check in CHECKS.items() if given.check is None or name in given.check}
     results = run_all(chosen, on_gpu=found is not None)
     report(results, "no GPU" if found is None else f"{found['name']}, {found['gib']} GiB")
     whole = found is not None and given.check is None
-    if (out := given.json or (RESULTS if whole else None)) is not None:
-        content = {"gpu": found, "machine": machine.record(), "checks": [asdict(one) for one in results]}
-        out.write_text(json.dumps(content, indent=2) + "\n")
+    content = {"gpu": found, "machine": machine.record(), "checks": [asdict(one) for one in results]}
+    write(given.json or (RESULTS if whole else None), content)
     return int(any(one.status == FAILED for one in results))
 
 

@@ -1,6 +1,5 @@
-"""The generator's checks of `bench.gpu`: torchtitan's model in vLLM under CUDA graphs, and with steps launched ahead.
-
-Each returns numbers by name, or raises. Both compare two engines in one process.
+"""The generator's checks of `bench.gpu`: torchtitan's model in vLLM under CUDA graphs, with steps launched ahead, and
+with bitwise numerics. Each returns numbers by name, or raises.
 """
 
 import random
@@ -16,6 +15,7 @@ from bench.gpu_trainer import MOST_OFF, random_model
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
+from goaly.models.tiny_model import TinyModel, write_tiny_model
 
 if TYPE_CHECKING:
     from goaly.generate.vllm_engine import VllmEngine
@@ -45,11 +45,29 @@ def async_scheduling() -> dict[str, Any]:
         engines = {
             name: _engine(model, async_scheduling=launches_ahead and name == "ahead") for name in ("ahead", "in_turn")
         }
-        speeds, answers = _both(engines)
-        stamps = _stamps(engines["ahead"])
-    return (
-        speeds | {"speedup": speeds["ahead_tokens_per_second"] / speeds["in_turn_tokens_per_second"]} | answers | stamps
-    )
+        return _both(engines) | _stamps(engines["ahead"])
+
+
+def bitwise_numerics() -> dict[str, int]:
+    """The tokens that vLLM sampled of small models; raises if the trainer gives any of them another log-prob."""
+    from goaly.generate.vllm_engine import VllmEngine
+    from goaly.parity import compared, cramped, mixed_requests, rows_of, sampled
+    from goaly.train.settings import TrainerSettings
+    from goaly.train.train_engine import TrainEngine
+
+    numbers = {}
+    for name, size in {"dense": TinyModel(), "experts": TinyModel(experts=8)}.items():
+        with tempfile.TemporaryDirectory() as made:
+            folder = str(write_tiny_model(Path(made) / "model", size))
+            model = ModelSettings(path=folder, dtype="bfloat16", numerics="bitwise")
+            asked = mixed_requests(64, vocabulary=30, longest=400)
+            engine = VllmEngine(cramped(model, GeneratorSettings(max_running=32, max_context=512), asked), model)
+            rows = rows_of(sampled(engine, asked), 1024)
+            found = compared(rows, TrainEngine(model, TrainerSettings()).logprobs(rows))
+        if found.differing:
+            raise AssertionError(f"{name}: {found.differing} of {found.tokens} log-probs differ: {found.largest:.3g}")
+        numbers[f"{name}_tokens"] = found.tokens
+    return numbers
 
 
 def _engine(model: ModelSettings, **changes: Any) -> "VllmEngine":

@@ -15,7 +15,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
 
 from bench.gpu import NotHere
-from bench.gpu_trainer import MOST_OFF, timed
+from bench.gpu_trainer import MOST_OFF
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.train.settings import TrainerSettings
@@ -125,7 +125,7 @@ async def _updates(folder: Path) -> dict[str, Any]:
 
 
 def pinned_staging() -> dict[str, Any]:
-    """Publish a GPU's tensors, fetch them into pinned host memory and apply them from there, beside plain copies."""
+    """Publish a GPU's tensors, fetch them into pinned host memory and apply them from there."""
     return asyncio.run(_staged(2.0))
 
 
@@ -167,17 +167,11 @@ async def _staged(gb: float) -> dict[str, Any]:
     }
     if on_gpu and not all(pinned.values()):
         raise AssertionError(f"memory that the GPU copies from or to is not pinned: {pinned}")
-    first = next(iter(sources.values()))
-    host = torch.empty_like(first, device="cpu", pin_memory=on_gpu)
-    plain = {
-        "plain_to_host": timed(lambda: host.copy_(first), UPDATES),
-        "plain_to_device": timed(lambda: live["0"].copy_(host), UPDATES),
-    }
     await subscriber.close()
     await publisher.close()
     size = sum(one.nbytes for one in sources.values()) / 1e9
     speeds = {f"{part}_gb_per_second": size / median(seconds) for part, seconds in taken.items()}
-    return pinned | speeds | {f"{n}_gb_per_second": first.nbytes / 1e9 / s for n, s in plain.items()}
+    return pinned | speeds
 
 
 class Holder(Actor):

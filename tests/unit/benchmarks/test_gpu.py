@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import select
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -115,16 +113,6 @@ def test_the_checks_for_anywhere_pass_on_a_cpu(name: str, in_child: Callable[[st
     numbers = in_child(name)
     assert numbers
     json.dumps(numbers)
-
-
-def test_the_check_of_bitwise_operations_finds_rows_that_depend_on_others(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    out = tmp_path / "found.json"
-    program = [sys.executable, "-m", "tests.unit.benchmarks.gpu_operations_in_interpreter", str(out)]
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert not any(errors := json.loads(out.read_text()).values()), errors
 
 
 def test_the_checks_exist_and_the_loop_has_a_config_that_works(tmp_path: Path, tiny_model_folder: Path) -> None:
