@@ -101,7 +101,7 @@ def by_transformers(folder: Path | str, packed: PackedRows) -> tuple[torch.Tenso
 def loss_path() -> dict[str, Any]:
     """Log-probs, entropies and gradients in chunks, against the plain log-softmax of all logits: values, seconds and
     memory."""
-    from goaly.models.definition import prepare_torchtitan
+    from goaly.models.device import prepare_torchtitan
     from goaly.train.logprob_head import LogprobHead
 
     device = prepare_torchtitan()

@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import Machine, options, write
-from goaly.models.architecture import Architecture, architecture, read_config
+from goaly.models.architecture import Architecture
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.rank_memory import DTYPE_BYTES, memory_by_role, traced_pass

@@ -33,7 +33,7 @@ from typing import Any
 from bench.parity_result import Combination, Result, Sampled, markdown, report
 from bench.report import options
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import Recomputer, Sampler, cramped, mixed_requests, recompute_in_ranks, sample_in_ranks

@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.weights_rank import Rank
+from goaly.models.architecture import Parameter
 from goaly.models.catalog import MODELS
-from goaly.models.decoder import Parameter
 from goaly.run.rendezvous import rendezvous
 from goaly.weights import torchstore
 from goaly.weights.settings import WeightSettings

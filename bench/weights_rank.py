@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, ones
 
-from goaly.models.decoder import Parameter
+from goaly.models.architecture import Parameter
 from goaly.weights.dtensor_layout import local
 from goaly.weights.publisher import Publisher
 from goaly.weights.settings import WeightSettings

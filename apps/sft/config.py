@@ -52,7 +52,7 @@ class SftConfig(Settings):
         if self.tiny is not None and self.data.row_length > self.tiny.max_context:
             yield f"{at.data.row_length}: must be at most {at.tiny.max_context}"
         if self.tiny is not None and not self.tiny.problems(""):
-            from goaly.models.architecture import architecture  # imports torch, which `--help` does not need
+            from goaly.models.families import architecture  # imports torch, which `--help` does not need
 
             try:
                 yield from self._shape_problems(at, architecture(model_config(self.tiny), where="tiny"), "tiny model")

@@ -31,7 +31,7 @@ from goaly.base.errors import ConfigError
 from goaly.generate.request import Sampling
 from goaly.generate.scheduling_counter import SchedulingCounts
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.parity_search import UPDATED, halve, keep_first, search, with_cache_of
 from goaly.plan.run_config import RunConfig

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.run.rendezvous import in_ranks
 from goaly.train.microbatch import microbatch

@@ -17,7 +17,7 @@ from random_model import (
 
 from goaly.generate.request import Sample
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.plan.generator_memory import replica_memory
 from goaly.run.rendezvous import lasting_port

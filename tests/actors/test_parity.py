@@ -13,7 +13,7 @@ import torch
 from random_model import native_tensors, write_random_llama, write_random_model
 
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.parity import (

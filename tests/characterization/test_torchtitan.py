@@ -7,7 +7,8 @@ import torch
 from random_model import native_tensors
 
 from goaly.models.attention import document_masks
-from goaly.models.definition import model_spec, prepare_torchtitan
+from goaly.models.definition import model_spec
+from goaly.models.device import prepare_torchtitan
 
 prepare_torchtitan()
 

@@ -11,7 +11,7 @@ import torch
 from random_model import native_tensors, write_random_model
 
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.plan.generator_memory import replica_memory

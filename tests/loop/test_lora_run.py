@@ -10,7 +10,7 @@ from launched import REWARDED, START_SECONDS, assert_whole, replayed
 from random_model import write_random_model
 from safetensors.torch import load_file
 
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import LoraSettings
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]

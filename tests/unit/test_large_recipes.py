@@ -14,8 +14,8 @@ from test_run_config import CONFIGS
 from goaly.base.config import exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
 from goaly.losses.objective import PolicyObjective
-from goaly.models.architecture import architecture, read_config
 from goaly.models.catalog import MODELS, shape_of
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan import tiny_run

@@ -16,7 +16,7 @@ from apps.sft.config import SftConfig
 from goaly.base.config import load, to_yaml
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.policy_losses import LOSSES
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.dry_run import describe
 from goaly.plan.placement import processes

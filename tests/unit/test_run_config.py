@@ -15,8 +15,8 @@ from goaly.base.config import load
 from goaly.base.config.settings import Section
 from goaly.base.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings
-from goaly.models.architecture import architecture, read_config
 from goaly.models.definition import model_spec
+from goaly.models.families import architecture, read_config
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.plan.placement import IMPORTS, processes
 from goaly.plan.run_config import RunConfig

@@ -15,8 +15,8 @@ from torchtitan.distributed import utils as torchtitan_distributed
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common.moe_sharding import expert_param_placement_dense
 
+from goaly.models.definition import divide
 from goaly.models.settings import Numerics
-from goaly.models.titan_config import divide
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec

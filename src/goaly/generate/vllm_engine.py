@@ -52,9 +52,9 @@ from goaly.generate.scheduling_counter import SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.generate.vllm_setup import engine_arguments, leave_no_named_shared_memory, unname_semaphores
-from goaly.models.architecture import architecture, read_config
 from goaly.models.definition import versioned_tensors
 from goaly.models.device import keep_pinned_sizes
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.vllm_naming import vllm_naming, without_padding
 from goaly.numerics.cpu_sampling import adapt_sampling

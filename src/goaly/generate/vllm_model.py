@@ -2,7 +2,7 @@
 
 The class builds the modules that the trainer trains (`models/definition.py` reads them from the Hugging Face folder),
 with vLLM's paged attention as their inner attention. Parameters have torchtitan's names, and their live tensors can be
-overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/definition.py`.
+overwritten between two decode steps. Import it after `prepare_torchtitan` of `models/device.py`.
 
 vLLM refuses the model if a parameter was not loaded from the folder, except for adapters, which are 0 until the first
 update. With tp > 1 a rank holds exactly the slices that `named_tensors` declares, which weight updates fill.
@@ -33,10 +33,10 @@ from vllm.model_executor.models import ModelRegistry
 
 from goaly.generate.divided_model import add_parts_by, divided_on_meta, split_dim
 from goaly.generate.expert_choices import RECORDS_CHOICES, ChoiceCache
-from goaly.models import deepseek, gpt_oss
-from goaly.models.architecture import LAYER, Architecture, architecture, read_config
+from goaly.models.architecture import LAYER, Architecture
 from goaly.models.attention import share_angles, widened
 from goaly.models.definition import folder_tensors, layer_adapter, model_spec, versioned_tensors
+from goaly.models.families import architecture, read_config
 from goaly.models.lora import BASE, note_base
 from goaly.models.settings import LoraSettings, Numerics
 from goaly.numerics.cpu_sampling import use_fused_kernels
@@ -264,10 +264,4 @@ def _fill_in_heads(config: Any, shape: Architecture) -> None:
         inner.layer = index
         inner.heads, inner.kv_heads, inner.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         inner.sinks = shape.biased
-        match shape.family:
-            case "deepseek_v3":
-                inner.scale = deepseek.softmax_scale(layer.attention)
-            case "gpt_oss":
-                inner.scale = gpt_oss.softmax_scale(layer.attention)
-            case _:
-                inner.scale = shape.head_dim**-0.5
+        inner.scale = shape.softmax_scale(layer.attention)

@@ -13,7 +13,7 @@ from goaly.generate.expert_choices import RECORDS_CHOICES
 from goaly.generate.grammars import BACKEND
 from goaly.generate.settings import CPU_BLOCK_TOKENS, NO_ADAPTERS, GeneratorSettings
 from goaly.models.architecture import Architecture
-from goaly.models.definition import prepare_torchtitan
+from goaly.models.device import prepare_torchtitan
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.numerics.cpu_ranks import CpuRanks
 

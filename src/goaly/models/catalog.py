@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from goaly.base.errors import ConfigError
-from goaly.models.architecture import Architecture, architecture, read_config
+from goaly.models.architecture import Architecture
+from goaly.models.families import architecture, read_config
 
 if TYPE_CHECKING:
     from goaly.models.settings import ModelSettings

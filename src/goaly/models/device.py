@@ -1,6 +1,7 @@
-"""The device of this process, and its memory of the host that GPUs copy from."""
+"""The device of this process, for torch and torchtitan, and its memory of the host that GPUs copy from."""
 
 import os
+import sys
 
 import torch
 
@@ -17,6 +18,23 @@ def local_device() -> torch.device:
     if index >= count:
         raise ConfigError([f"LOCAL_RANK={rank}: must be below {count}, the number of GPUs that this process sees"])
     return torch.device("cuda", index)
+
+
+def prepare_torchtitan() -> torch.device:
+    """Set torchtitan's device to the GPU if there is one, else the CPU, and return this process's device.
+
+    It must run before a model is built, because torchtitan assumes a GPU by default.
+    """
+    import torchtitan.tools.utils  # noqa: F401 - so that it is among the modules below
+
+    kind, backend = ("cuda", torch.cuda) if torch.cuda.is_available() else ("cpu", torch.cpu)
+    # Modules that are already loaded have copies of these names.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            for attribute, value in (("device_type", kind), ("device_module", backend)):
+                if hasattr(module, attribute):
+                    setattr(module, attribute, value)
+    return local_device() if kind == "cuda" else torch.device("cpu")
 
 
 def use_local_device() -> torch.device:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from goaly.base.atomic_files import put_in_place
 from goaly.base.errors import ConfigError
 from goaly.base.safetensors_file import MAX_FILE_BYTES
-from goaly.models.architecture import read_config
+from goaly.models.families import read_config
 from goaly.models.lora import is_adapter, merged
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 
 from goaly.base.errors import WeightsError
 from goaly.models.settings import LoraSettings
-from goaly.models.titan_config import fields_of
 from goaly.numerics.cpu_training import lean_linear
 from goaly.numerics.experts import Experts
+from goaly.numerics.layer_replacement import of_kind
 from goaly.weights.digest import Digest
 from goaly.weights.dtensor_layout import copy_whole
 
@@ -154,7 +154,7 @@ def add_adapters(decoder: Any, lora: LoraSettings) -> None:
     targets = set(lora.chosen)
 
     def linear(target: str, config: Any) -> Any:
-        return _with_adapters(LoraLinear.Config, config, ("weight",), lora) if target in targets else config
+        return _with_adapters(LoraLinear, config, ("weight",), lora) if target in targets else config
 
     for layer in decoder.layers:
         attention = layer.attention
@@ -173,7 +173,7 @@ def add_adapters(decoder: Any, lora: LoraSettings) -> None:
             )
         elif "experts" in targets:
             routed = layer.moe.routed_experts
-            routed.inner_experts = _with_adapters(LoraExperts.Config, routed.inner_experts, LoraExperts.WEIGHTS, lora)
+            routed.inner_experts = _with_adapters(LoraExperts, routed.inner_experts, LoraExperts.WEIGHTS, lora)
 
 
 def train_only_adapters(model: torch.nn.Module) -> None:
@@ -217,14 +217,10 @@ def _add(module: torch.nn.Module, weights: Iterable[str], rank: int) -> None:
         module.register_parameter(name + B, torch.nn.Parameter(weight.new_empty(*experts, rows, rank)))
 
 
-def _with_adapters(config_class: Any, config: Any, weights: Iterable[str], lora: LoraSettings) -> Any:
-    fields = fields_of(config)
+def _with_adapters(layer: Any, config: Any, weights: Iterable[str], lora: LoraSettings) -> Any:
     # The generator computes with zeros until it gets its first version; the trainer draws A.
-    fields["param_init"] = {
-        **config.param_init,
-        **{name + which: torch.nn.init.zeros_ for name in weights for which in (A, B)},
-    }
-    return config_class(**fields, rank=lora.rank, scale=lora.scale)
+    zeros = {name + which: torch.nn.init.zeros_ for name in weights for which in (A, B)}
+    return of_kind(layer, config, rank=lora.rank, scale=lora.scale, param_init=config.param_init | zeros)
 
 
 def _divided(sharding: ShardingConfig | None, weights: Iterable[str]) -> ShardingConfig | None:

@@ -129,14 +129,8 @@ class LoraSettings(Settings):
 
     def model_problems(self, at: Section, shape: "Architecture") -> Iterator[str]:
         """One line for each reason why a model of this shape cannot have these adapters."""
-        if shape.latent is not None:
-            yield f"{at}rank={self.rank}: adapters are not supported for the latent attention of DeepSeek-V3"
-            return
-        if shape.biased_routing:
-            yield f"{at}rank={self.rank}: adapters are not supported for dots.llm1, whose experts have biases"
-            return
-        if shape.biased:
-            yield f"{at}rank={self.rank}: adapters are not supported for gpt-oss, whose layers have biases"
+        if shape.no_adapters:
+            yield f"{at}rank={self.rank}: adapters are not supported for {shape.no_adapters}"
             return
         found = shape.projections()
         for target in self.targets or ():

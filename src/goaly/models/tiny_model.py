@@ -201,40 +201,16 @@ def model_config(size: TinyModel) -> dict[str, Any]:
 def _weights(size: TinyModel) -> "dict[str, torch.Tensor]":
     import torch
 
+    from goaly.models.families import architecture
+
     generator = torch.Generator().manual_seed(size.seed)
 
-    def normal(rows: int, columns: int, std: float = 0.02) -> "torch.Tensor":
-        return torch.randn(rows, columns, generator=generator) * std
+    def drawn(name: str, shape: tuple[int, ...]) -> "torch.Tensor":
+        if len(shape) > 1:
+            return torch.randn(shape, generator=generator) * 0.02
+        return torch.zeros(shape) if name.endswith("_bias") else torch.ones(shape)
 
-    vocab_size = len(size.vocabulary)
-    weights = {"model.embed_tokens.weight": normal(vocab_size, size.dim), "model.norm.weight": torch.ones(size.dim)}
-    for layer in range(size.layers):
-        prefix = f"model.layers.{layer}"
-        weights |= {
-            f"{prefix}.input_layernorm.weight": torch.ones(size.dim),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(size.dim),
-            f"{prefix}.self_attn.q_proj.weight": normal(size.heads * size.head_dim, size.dim),
-            f"{prefix}.self_attn.k_proj.weight": normal(size.kv_heads * size.head_dim, size.dim),
-            f"{prefix}.self_attn.v_proj.weight": normal(size.kv_heads * size.head_dim, size.dim),
-            f"{prefix}.self_attn.o_proj.weight": normal(size.dim, size.heads * size.head_dim),
-            f"{prefix}.self_attn.q_norm.weight": torch.ones(size.head_dim),
-            f"{prefix}.self_attn.k_norm.weight": torch.ones(size.head_dim),
-        }
-        widths = {f"experts.{index}.": size.hidden_dim for index in range(size.experts)} or {"": size.hidden_dim}
-        if size.shared_experts:
-            widths["shared_experts."] = size.shared_experts * size.hidden_dim
-            weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = torch.zeros(size.experts)
-        for network, width in widths.items():
-            weights |= {
-                f"{prefix}.mlp.{network}gate_proj.weight": normal(width, size.dim),
-                f"{prefix}.mlp.{network}up_proj.weight": normal(width, size.dim),
-                f"{prefix}.mlp.{network}down_proj.weight": normal(size.dim, width),
-            }
-        if size.experts:
-            weights[f"{prefix}.mlp.gate.weight"] = normal(size.experts, size.dim)
-    if not size.tied:
-        weights["lm_head.weight"] = normal(vocab_size, size.dim)
-    return weights
+    return {name: drawn(name, shape) for name, shape in architecture(model_config(size)).folder_shapes()}
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -28,7 +28,7 @@ Rows = tuple[int, int]
 
 def vllm_naming(shape: Architecture, *, tp: int = 1, rank: int = 0) -> Naming:
     """The sources of each parameter of vLLM's own model, on this rank of `tp`; for Qwen3 only."""
-    if shape.family != "qwen3" or shape.experts:
+    if shape.experts or not shape.has_vllm_naming:
         what, how = ("model with experts", "stacks") if shape.experts else ("Llama model", "orders its rows")
         why = f"because vLLM {how} differently"
         raise ConfigError([f'generator.engine="native": must be "torchtitan" for a {what}, {why}'])

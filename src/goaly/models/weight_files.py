@@ -64,7 +64,7 @@ def _absent_files(folder: Path, present: set[str]) -> Iterator[str]:
 
 def _contradictions(found: dict[str, tuple[int, ...]], shape: Architecture, *, head: bool) -> Iterator[str]:
     """The first tensor that is missing, the first of another shape, and layers beyond the model's."""
-    wanted = dict(_expected(shape, head=head))
+    wanted = {name: size for name, size in shape.folder_shapes() if head or name != "lm_head.weight"}
     missing = [name for name in wanted if name not in found]
     if missing:
         yield f"its weights have no `{missing[0]}`, which its config.json asks for"
@@ -73,24 +73,5 @@ def _contradictions(found: dict[str, tuple[int, ...]], shape: Architecture, *, h
             yield f"`{name}` has shape {found[name]}, must have the {size} of its config.json"
             break
     last = max((int(layer[1]) for name in found if (layer := LAYER.match(name))), default=0)
-    if last >= shape.layers and shape.latent is None:  # DeepSeek's have more, for multi-token prediction
+    if last >= shape.layers and not shape.has_unloaded_layers:
         yield f"its weights have {last + 1} layers, its config.json has num_hidden_layers={shape.layers}"
-
-
-def _expected(shape: Architecture, *, head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of tensors that a folder of this shape has; not all of them."""
-    yield "model.embed_tokens.weight", (shape.vocab_size, shape.dim)
-    yield "model.norm.weight", (shape.dim,)
-    if head and not shape.tied:
-        yield "lm_head.weight", (shape.vocab_size, shape.dim)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (shape.dim,)
-        if shape.latent is None:
-            yield f"{prefix}self_attn.q_proj.weight", (queries, shape.dim)
-            yield f"{prefix}self_attn.k_proj.weight", (keys, shape.dim)
-        if not shape.has_experts(layer):
-            yield f"{prefix}mlp.gate_proj.weight", (shape.dense_hidden_dim or shape.hidden_dim, shape.dim)
-        elif not shape.biased:  # gpt-oss has one tensor of all experts
-            yield f"{prefix}mlp.experts.{shape.experts - 1}.gate_proj.weight", (shape.hidden_dim, shape.dim)

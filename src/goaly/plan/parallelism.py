@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from goaly.models.decoder import Parameter
+from goaly.models.architecture import Parameter
 from goaly.weights.dtensor_layout import shards_of
 from goaly.weights.layout import Extent, Layout
 

@@ -175,7 +175,7 @@ def _phases(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.fsdp import FSDPModule
 
-    from goaly.models.definition import prepare_torchtitan
+    from goaly.models.device import prepare_torchtitan
     from goaly.numerics.cpu_attention import PackedDocuments, causal_mask
     from goaly.train.parallel_model import context_mesh, context_ranks
 

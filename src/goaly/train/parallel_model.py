@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from goaly.base.errors import ConfigError
-from goaly.models.definition import folder_tensors, model_spec, prepare_torchtitan, versioned_tensors
+from goaly.models.definition import divide, folder_tensors, model_spec, versioned_tensors
+from goaly.models.device import prepare_torchtitan
 from goaly.models.settings import ModelSettings
-from goaly.models.titan_config import divide
 from goaly.train.pipeline import Pipeline, Stage, keep_stage, stage_of
 from goaly.train.settings import AXES, NEEDS_GPU, NOT_BITWISE, OFFLOAD_NEEDS_GPU, TrainerSettings
 

@@ -16,10 +16,10 @@ import goaly.base.atomic_files
 from apps.sft.folder import MARK
 from goaly.base.errors import ConfigError
 from goaly.models import hf
-from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
 from goaly.models.catalog import shape_of
 from goaly.models.definition import model_spec
+from goaly.models.families import architecture, read_config
 from goaly.models.hf import load_hf, save_hf
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, model_config

@@ -18,9 +18,9 @@ from goaly.base.errors import ConfigError, WeightsError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.adapter_folder import TENSORS, base_digest, merge
-from goaly.models.architecture import architecture, read_config
 from goaly.models.attention import document_masks
 from goaly.models.definition import folder_tensors, model_spec, versioned_tensors
+from goaly.models.families import architecture, read_config
 from goaly.models.hf import load_hf
 from goaly.models.lora import BASE, B, draw_adapters, is_adapter, merged
 from goaly.models.settings import LoraSettings, ModelSettings

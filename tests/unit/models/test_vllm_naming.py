@@ -7,24 +7,11 @@ import pytest
 import torch
 
 from goaly.base.errors import ConfigError
-from goaly.models.architecture import Architecture
+from goaly.models.families.llama3 import Llama3
+from goaly.models.families.qwen3 import Qwen3
 from goaly.models.vllm_naming import vllm_naming, without_padding
 
-SHAPE = Architecture(
-    family="qwen3",
-    vocab_size=100,
-    dim=5,
-    hidden_dim=8,
-    layers=1,
-    heads=4,
-    kv_heads=2,
-    head_dim=3,
-    max_context=64,
-    norm_eps=1e-6,
-    rope_theta=10_000.0,
-    rope_scaling={},
-    tied=False,
-)
+SHAPE = Qwen3(vocab_size=100, dim=5, hidden_dim=8, layers=1, heads=4, kv_heads=2, head_dim=3, max_context=64)
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -71,4 +58,4 @@ def test_a_tied_head_is_made_of_the_embedding() -> None:
 
 def test_a_model_whose_rows_vllm_has_in_another_order_is_refused() -> None:
     with pytest.raises(ConfigError, match='engine="native": must be "torchtitan" for a Llama model'):
-        vllm_naming(dataclasses.replace(SHAPE, family="llama3"))
+        vllm_naming(Llama3(**dataclasses.asdict(SHAPE)))

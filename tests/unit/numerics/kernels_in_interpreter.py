@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from goaly.models.definition import prepare_torchtitan
+from goaly.models.device import prepare_torchtitan
 
 prepare_torchtitan()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from goaly.models.definition import prepare_torchtitan
+from goaly.models.device import prepare_torchtitan
 
 prepare_torchtitan()
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from goaly.base.errors import ConfigError
-from goaly.models.definition import prepare_torchtitan, spec_of
+from goaly.models.definition import spec_of
+from goaly.models.device import prepare_torchtitan
 
 prepare_torchtitan()
 
-from goaly.models.architecture import architecture  # noqa: E402
+from goaly.models.families import architecture  # noqa: E402
 from goaly.models.tiny_model import TinyModel, model_config  # noqa: E402
 from goaly.numerics.bitwise_expert_networks import networks  # noqa: E402
 from goaly.numerics.bitwise_experts import Combined, highest  # noqa: E402

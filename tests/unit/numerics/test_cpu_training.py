@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from goaly.models.architecture import architecture
-from goaly.models.definition import prepare_torchtitan, spec_of
+from goaly.models.definition import spec_of
+from goaly.models.device import prepare_torchtitan
+from goaly.models.families import architecture
 
 prepare_torchtitan()
 

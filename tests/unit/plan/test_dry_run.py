@@ -8,7 +8,7 @@ import pytest
 
 from goaly.base.config import Loaded, load
 from goaly.base.errors import ConfigError
-from goaly.models.architecture import architecture, read_config
+from goaly.models.families import architecture, read_config
 from goaly.models.settings import LoraSettings
 from goaly.plan import dry_run
 from goaly.plan.cluster import Gpu, Host

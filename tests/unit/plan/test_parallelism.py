@@ -15,16 +15,18 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from goaly.models.architecture import Architecture
 from goaly.models.catalog import MODELS
-from goaly.models.decoder import Decoder
-from goaly.models.definition import prepare_torchtitan
+from goaly.models.device import prepare_torchtitan
+from goaly.models.families.qwen3 import Qwen3
 from goaly.plan.parallelism import Parallelism
 from goaly.weights.dtensor_layout import shards_of
 
 prepare_torchtitan()
 
-DENSE = Decoder(layers=8, dim=256, hidden_dim=3072, heads=16, kv_heads=8, head_dim=128, vocab_size=2048, tied=True)
-MOE = Decoder(layers=8, dim=256, hidden_dim=768, heads=16, kv_heads=8, head_dim=128, vocab_size=2048, experts=64)
+SIZES = {"layers": 8, "dim": 256, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab_size": 2048, "max_context": 4096}
+DENSE = Qwen3(**SIZES, hidden_dim=3072, tied=True)
+MOE = Qwen3(**SIZES, hidden_dim=768, experts=64)
 
 
 def meta_model(flavor: str, family: str = "qwen3") -> tuple[Any, Any]:
@@ -35,7 +37,7 @@ def meta_model(flavor: str, family: str = "qwen3") -> tuple[Any, Any]:
         return spec, spec.model.build()
 
 
-def shapes_of(decoder: Decoder) -> dict[str, tuple[int, ...]]:
+def shapes_of(decoder: Architecture) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in decoder.parameters()}
 
 
@@ -51,7 +53,7 @@ def shapes_of(decoder: Decoder) -> dict[str, tuple[int, ...]]:
         ("llama3", "70B", MODELS["llama3-70b"]),
     ],
 )
-def test_names_and_shapes_are_torchtitans(family: str, flavor: str, decoder: Decoder) -> None:
+def test_names_and_shapes_are_torchtitans(family: str, flavor: str, decoder: Architecture) -> None:
     _, model = meta_model(flavor, family)
     assert shapes_of(decoder) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from goaly.models.catalog import MODELS
-from goaly.models.decoder import Decoder
+from goaly.models.families.llama3 import Llama3
 from goaly.plan import simulate as simulated
 from goaly.plan.parallelism import Parallelism
 from goaly.plan.simulate import Network, Update, main, simulate
@@ -15,7 +15,7 @@ from goaly.weights.buckets import cut, needs_of
 from goaly.weights.reshard_plan import plan, share
 
 NETWORK = Network(ranks_per_host=2, nic_gbps=8.0, memory_gbps=80.0)
-TINY = Decoder(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, qk_norm=False)
+TINY = Llama3(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32, max_context=64)
 """In elements: embedding and head 256 each, wqkv and wo 128 and 64, w1 to w3 128 each, three norms of 8: 1112."""
 
 

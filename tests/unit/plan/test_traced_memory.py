@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from goaly.models.architecture import Architecture, architecture
+from goaly.models.architecture import Architecture
 from goaly.models.catalog import MODELS
+from goaly.models.families import architecture
 from goaly.models.settings import LoraSettings
 from goaly.models.tiny_model import TinyModel, model_config
 from goaly.plan.fake_ranks import as_fake_rank, most_process_bytes

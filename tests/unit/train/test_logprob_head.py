@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from goaly.models.definition import prepare_torchtitan
+from goaly.models.device import prepare_torchtitan
 from goaly.train.logprob_head import LogprobHead
 
 prepare_torchtitan()

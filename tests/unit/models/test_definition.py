@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from torchtitan.config import ParallelismConfig
 
-from goaly.models.definition import model_spec
-from goaly.models.titan_config import divide
+from goaly.models.definition import divide, model_spec
 
 
 def test_torchtitans_trainer_and_what_it_imports_are_not_loaded(
