@@ -23,6 +23,10 @@ from goaly.base.config.check import check
             "length_correction=inverse_propensity: must be none where backlog.order is windowed, which leaves nothing "
             "to correct",
         ),
+        (dict(groups_per_step=0), "groups_per_step=0: must be at least 1"),
+        (dict(max_staleness=-1), "max_staleness=-1: must be at least 0"),
+        (dict(max_length_weight=0.5), "max_length_weight=0.5: must be at least 1"),
+        (dict(max_no_signal_share=1.0), "max_no_signal_share=1.0: must be above 0 and below 1"),
     ],
 )
 def test_settings_that_can_not_work_or_have_no_effect_are_refused(given: dict[str, Any], problem: str) -> None:

@@ -46,39 +46,6 @@ async def waiting(waiter: asyncio.Task) -> bool:
     return not waiter.done()
 
 
-async def test_at_zero_staleness_the_next_ticket_waits_for_the_step_that_makes_its_weights():
-    queue = backlog()
-    await complete(queue)
-    await complete(queue)
-    third = asyncio.create_task(queue.admit())
-    assert await waiting(third)
-    batch = await queue.next_batch()
-    assert await waiting(third)  # formed is not trained
-    queue.trained(batch.id, 1)
-    ticket = await third
-    assert (ticket.index, ticket.min_version) == (2, 1)
-
-
-async def test_a_failed_ticket_frees_its_place_for_another():
-    queue = backlog()
-    for _ in range(2):
-        await queue.admit()
-    third = asyncio.create_task(queue.admit())
-    assert await waiting(third)
-    assert queue.report(Dropped.failed(0, "broken"))
-    assert (await third).min_version == 0
-
-
-async def test_a_run_of_one_step_admits_again_only_what_was_dropped():
-    queue = backlog(BacklogSettings(groups_per_step=2, group_size=2, max_staleness=8), steps=1)
-    for _ in range(2):
-        await queue.admit()
-    third = asyncio.create_task(queue.admit())
-    assert await waiting(third)
-    queue.report(Dropped.rejected(1, "too long"))
-    assert (await third).index == 2
-
-
 async def test_a_batch_waits_for_its_groups_and_takes_them_in_ticket_order():
     queue = backlog()
     for _ in range(2):
@@ -361,13 +328,6 @@ async def test_a_step_has_the_sums_of_what_was_counted_also_in_groups_that_are_n
         counted.append({key: batch.metrics[key] for key in (errors, moves) if key in batch.metrics})
         queue.trained(batch.id, batch.id + 1)
     assert counted == [{errors: 5.0, moves: 8.0}, {errors: 0.0}]
-
-
-async def test_without_dynamic_sampling_a_group_without_signal_is_trained():
-    queue = backlog()
-    for _ in range(2):
-        await complete(queue, rewards=(1.0, 1.0))
-    assert (await queue.next_batch()).metrics["groups/without_signal"] == 2.0
 
 
 async def test_dynamic_sampling_ends_with_an_error_when_no_group_has_a_signal():

@@ -15,7 +15,6 @@ from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.staleness import StalenessBound
-from goaly.base.config.check import check
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import Group, Trajectory
 from tests import virtual_time
@@ -225,25 +224,3 @@ def test_admission_by_hand_for_two_groups_a_step_and_staleness_two(
 def test_a_run_of_known_length_admits_no_more_than_it_trains():
     bound = StalenessBound(groups_per_step=2, max_staleness=8, steps=3)
     assert [bound.admits(position, 0) for position in (5, 6)] == [True, False]
-
-
-def test_settings_that_cannot_work_are_listed_with_their_keys():
-    assert check(BacklogSettings, {"groups_per_step": 0, "max_staleness": -1}, "backlog")[1] == [
-        "backlog.groups_per_step=0: must be at least 1",
-        "backlog.max_staleness=-1: must be at least 0",
-    ]
-    assert BacklogSettings().problems("backlog.") == []
-    shares = {"max_length_weight": 0.5, "max_no_signal_share": 1.0}
-    combined = {"group_size": 1, "length_correction": "inverse_propensity", "dynamic_sampling": True}
-    assert check(BacklogSettings, {**shares, **combined}, "backlog")[1] == [
-        "backlog.max_length_weight=0.5: must be at least 1",
-        "backlog.max_no_signal_share=1.0: must be above 0 and below 1",
-        "backlog.length_correction=inverse_propensity: must be none where backlog.order is windowed, which leaves "
-        "nothing to correct",
-        "backlog.group_size=1: must be at least 2 where backlog.dynamic_sampling is on, or no group has a signal",
-    ]
-
-
-def test_completion_order_has_no_age_bound_unless_it_is_synchronous():
-    assert BacklogSettings(order="completion").max_age is None
-    assert BacklogSettings(order="completion", max_staleness=0).max_age == 0

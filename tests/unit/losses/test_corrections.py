@@ -33,13 +33,6 @@ def test_an_interpolated_policy_has_the_precision_of_the_log_probs():
     assert proximal_logprobs("interpolated", current, sampler, torch.tensor([2])).item() == 2 / 3
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "veto"])
-def test_what_is_rejected_is_a_mask(level):
-    mask = rejected(Rejection(measure="k2", level=level, high=0.5), logs(2.0, 9.0), logs(1.0, 1.0), documents([1, 1]))
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == [False, True]
-
-
 @pytest.mark.parametrize("estimate", [k1, k3])
 def test_k1_and_k3_average_to_the_divergence_over_what_was_drawn(estimate):
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])

@@ -1,6 +1,5 @@
 """Tokens that a rule, their age or a truncated answer leaves out: they have no part in the loss of the others."""
 
-import dataclasses
 import math
 
 import pytest
@@ -13,16 +12,6 @@ from goaly.losses.tokens import Tokens
 from tests.unit.losses.tokens_by_hand import ABOVE_3, SAMPLED, columns, objective
 
 close = torch.testing.assert_close
-
-
-def test_a_rejected_token_adds_neither_loss_nor_gradient_nor_kl():
-    batch = columns([1, 1], [1.0, 1.0], reference_logprobs=[-1.0, -1.0])
-    settings = LossSettings(kl_coef=0.5, rejections=(ABOVE_3,))
-    part, gradient = objective(settings, [1.0, 4.0], batch)
-    alone, gradient_alone = objective(settings, [1.0], {key: column[:1] for key, column in batch.items()})
-    assert part.total.item() == pytest.approx(alone.total.item())  # losses-2
-    close(gradient, torch.tensor([gradient_alone.item(), 0.0]))
-    assert part.mean["rejected_ratio_token_current"].tolist() == part.mean["rejected"].tolist() == [0, 1]
 
 
 def squared(tokens: Tokens) -> torch.Tensor:
@@ -133,24 +122,19 @@ def test_what_two_rules_reject_is_gone_once_and_reported_for_each():
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "before", "after", "count"),
-    [
-        # A = 1, ratio 1, one of three tokens rejected; sequences of 2 and 1: the second is gone
-        ("token_mean", [-1, -1, 0], [-1, -1, 0], 2),
-        ("sequence_mean", [-1 / 2, -1 / 2, 0], [-1 / 2, -1 / 2, 0], 1),
-        ("sequence_sum", [-1 / 8, -1 / 8, 0], [-1 / 8, -1 / 8, 0], 1),
-    ],
+    ("aggregation", "slope", "count"),
+    # A = 1, ratio 1, one of three tokens rejected; sequences of 2 and 1: the second is gone
+    [("token_mean", 1.0, 2), ("sequence_mean", 1 / 2, 1), ("sequence_sum", 1 / 8, 1)],
 )
-def test_the_denominator_after_rejection_counts_what_is_kept(aggregation, before, after, count: int):
+def test_the_denominator_after_rejection_counts_the_kept_tokens(aggregation, slope: float, count: int):
     length = {"constant_length": 8} if aggregation == "sequence_sum" else {}
-    settings = LossSettings(name="reinforce", aggregation=aggregation, rejections=(ABOVE_3,), **length)
-    batch = columns([2, 1], [1.0, 1.0, 1.0])
-    part, gradient = objective(settings, [1.0, 1.0, 4.0], batch)
-    close(gradient, torch.tensor(before, dtype=torch.float32))
-    assert part.count is None
-    part, gradient = objective(dataclasses.replace(settings, denominator="after"), [1.0, 1.0, 4.0], batch)
-    close(gradient, torch.tensor(after, dtype=torch.float32))
-    assert part.count == count
+    for denominator, counted in (("before", None), ("after", count)):
+        settings = LossSettings(
+            name="reinforce", aggregation=aggregation, rejections=(ABOVE_3,), denominator=denominator, **length
+        )
+        part, gradient = objective(settings, [1.0, 1.0, 4.0], columns([2, 1], [1.0, 1.0, 1.0]))
+        close(gradient, torch.tensor([-slope, -slope, 0.0]))
+        assert part.count == counted
 
 
 def test_a_sequence_counted_after_rejection_is_as_long_as_what_is_kept_of_it():

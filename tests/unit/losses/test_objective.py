@@ -120,26 +120,6 @@ def test_corrected_gradients_are_those_of_autograd_on_the_plain_formula(aggregat
     close(gradient.double(), log_ratio.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_interpolated_decoupled_ppo_by_hand():
-    # current / sampler = 4, age 1: half of the way is 2. A = 1: the ratio 4 / 2 = 2 is clipped to 1.2, the weight is 2.
-    # A = -1: nothing is clipped, -2 * 2 * -1 = 4, and so is the gradient.
-    settings = LossSettings(name="ppo", proximal="interpolated", importance_cap=None)
-    part, gradient = objective(settings, [4.0, 4.0], columns([2], [1.0, -1.0], versions=[6, 6]), policy_version=7)
-    assert part.total.item() == pytest.approx(-2.4 + 4.0)
-    close(gradient, torch.tensor([0.0, 4.0]))
-    # at age 0 it is PPO
-    batch = columns([2], [1.0, -1.0], versions=[7, 7])
-    part, _ = objective(settings, [4.0, 4.0], batch, policy_version=7)
-    assert part.total.item() == pytest.approx(-1.2 + 4.0)
-
-
-def test_sequence_weights_are_one_for_all_of_a_sequence():
-    # weights: 2 * 0.25 = 0.5 for the first sequence, 3 capped to 2 for the second
-    settings = LossSettings(proximal="trainer", importance="sequence")
-    _, gradient = objective(settings, [2.0, 0.25, 3.0], columns([2, 1], [1.0, 1.0, 1.0]))
-    close(gradient, torch.tensor([-0.5, -0.5, -2.0]))
-
-
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 - 1 + math.log(2), 1 - 0.5)],
@@ -239,39 +219,27 @@ def test_the_denominator_is_the_batchs_trained_tokens_or_sequences():
     assert PolicyObjective(LossSettings(name="dr_grpo", constant_length=5)).denominator(packed) == 3
 
 
-def test_likelihood_is_the_negative_log_likelihood():
+def test_likelihood_is_the_negative_log_likelihood_and_reports_the_entropy():
     logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
-    part = Likelihood()(logprobs, torch.zeros(2), {}, 0)
+    part = Likelihood()(logprobs, torch.tensor([0.25, 1.0]), {}, 0)
     part.total.backward()
     assert part.total.item() == 2.5
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-1.0, -1.0]
-
-
-def test_supervised_training_reports_the_entropy():
-    part = Likelihood()(torch.tensor([-0.5, -2.0]), torch.tensor([0.25, 1.0]), {}, 0)
     assert {name: value_P.tolist() for name, value_P in part.mean.items()} == {"entropy": [0.25, 1.0]}
 
 
-def test_the_deviation_of_the_ratios_is_that_of_the_population():
-    # ratios 0 and 4: mean 2, mean square 8
-    assert finish({"ratio_mean": 2.0, "ratio_square": 8.0}) == {
-        "ratio_mean": 2.0,
-        "ratio_std": 2.0,
-        "effective_sample_size": 0.5,
+@pytest.mark.parametrize(
+    ("mean", "square", "deviation", "effective"),
+    [(2.0, 8.0, 2.0, 0.5), (1.5, 2.25, 0.0, 1.0), (1.0, 2.0, 1.0, 0.5)],  # ratios 0 and 4; equal ones; 2 and 0
+)
+def test_the_ratios_have_the_populations_deviation_and_their_effective_share(mean, square, deviation, effective):
+    assert finish({"ratio_mean": mean, "ratio_square": square}) == {
+        "ratio_mean": mean,
+        "ratio_std": deviation,
+        "effective_sample_size": effective,
     }
-    assert finish({"ratio_mean": 1.5, "ratio_square": 2.25})["ratio_std"] == 0.0
     assert finish({"entropy": 1.0}) == {"entropy": 1.0}  # supervised training has no ratios
-
-
-def test_the_effective_sample_size_is_one_for_equal_ratios_and_less_otherwise():
-    assert finish({"ratio_mean": 1.3, "ratio_square": 1.69})["effective_sample_size"] == pytest.approx(1.0)
-    # ratios 2 and 0: mean 1, mean square 2, half of the samples count
-    assert finish({"ratio_mean": 1.0, "ratio_square": 2.0}) == {
-        "ratio_mean": 1.0,
-        "ratio_std": 1.0,
-        "effective_sample_size": 0.5,
-    }
 
 
 def test_a_loss_of_ones_own_is_found_by_its_path_and_takes_its_options():
