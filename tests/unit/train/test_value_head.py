@@ -19,7 +19,7 @@ from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.reward.settings import AdvantageSettings
 from goaly.train import row_shares
 from goaly.train.model_engine import ModelEngine
-from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
+from goaly.train.settings import CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.train.value_head import train_values
 from goaly.trajectory import Group, Minibatch, Outcome, PackedRows, Trajectory, token_data
@@ -171,16 +171,6 @@ def test_the_gradient_is_that_of_the_mean_squared_error_written_plainly(engine):
     assert_same(plain, found)
 
 
-def test_values_and_gradient_are_the_same_for_any_packing_and_any_microbatches(engine):
-    made, sequences = moved(engine()), judged(8)
-    one = gradients(made, pack(sequences, rows=4, row_length=128), 4)
-    assert_same(one, gradients(made, pack(sequences, rows=4, row_length=128), 1))
-    assert_same(one, gradients(made, pack(sequences[::-1], rows=2, row_length=300), 1))
-    apart, together = pack(sequences, rows=8, row_length=64).rows, pack(sequences, rows=1, row_length=400).rows
-    values = [made.column(rows)[rows["trained"]] for rows in (apart, together)]
-    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
-
-
 def test_a_critic_learns_what_can_be_known(engine, small_model: Path):
     settings = dataclasses.replace(SETTINGS, epochs=15, value_clip=5.0)
     made = engine(settings, small_model)
@@ -216,19 +206,6 @@ def test_the_steps_on_a_batch_are_the_same_on_any_packing_and_any_number_of_rank
         torch.testing.assert_close(theirs, parameters, atol=1e-5, rtol=1e-3)
 
 
-def test_a_batchs_metrics_are_means_over_its_tokens_not_over_its_steps(engine):
-    sequences = judged(4, seed=1)
-    for number, document in enumerate(sequences):
-        document["returns"] = 10.0 * (number == 3) * document["trained"].float()
-    packed = in_parts(pack([*sequences[::2], *sequences[1::2]], rows=2, row_length=200), 1, 1)
-    returns = packed.rows["returns"][packed.rows["trained"]]
-    counts = [part.trained_tokens for part in packed.minibatches]
-    assert counts[0] != counts[1]
-    metrics = train_values(engine(), packed, SETTINGS)
-    assert metrics["return"] == pytest.approx(float(returns.mean()))
-    assert metrics["explained_variance"] == pytest.approx(0, abs=1e-6)
-
-
 def test_a_part_without_trained_tokens_makes_no_step(engine):
     packed = pack(judged(4), rows=2, row_length=200)
     idle = packed.rows[:1].clone()
@@ -239,16 +216,6 @@ def test_a_part_without_trained_tokens_makes_no_step(engine):
     assert metrics == train_values(other, in_parts(with_idle, 1, 1, 1), SETTINGS)
     theirs = other.named_tensors()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in one.named_tensors().items())
-
-
-def test_the_rate_goes_on_with_the_batch_not_with_its_steps(engine):
-    schedule = ScheduleSettings(decay="linear", total_steps=4)
-    settings = dataclasses.replace(SETTINGS, epochs=3, schedule=schedule)
-    made = engine(settings)
-    packed = in_parts(pack(judged(4), rows=2, row_length=200), 1, 1)
-    rates = [train_values(made, packed, settings)["lr"] for _ in range(3)]
-    assert rates == pytest.approx([3e-3, 0.75 * 3e-3, 0.5 * 3e-3])
-    assert made.steps_done == 3
 
 
 def test_a_critics_values_move_no_further_than_the_clip_lets_them_gain(engine, small_model: Path):
