@@ -5,9 +5,12 @@ events do nothing here: a step is computed when it is launched, and still read a
 """
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.actors import engines_in_child
 
 
 class NoStream:
@@ -41,3 +44,10 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_keep)  # ty: ignore
     replaced.Event = replaced.Stream = replaced.current_stream = NoStream
     replaced.stream = lambda _: contextlib.nullcontext()
+
+
+def start_async_engines(folders: list[Path]) -> None:
+    """Start the engines of `engines_in_child`, of which the one with torchtitan's definition schedules so."""
+    allow_async_scheduling()
+    engines_in_child.start_engines(folders, async_scheduling=True)
+    assert engines_in_child.engines.torchtitan._core.engine_core.batch_queue_size == 2

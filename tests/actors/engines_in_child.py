@@ -19,6 +19,7 @@ import torch
 from random_model import native_tensors
 
 from goaly.generate.request import Sample, Sampling
+from goaly.generate.scheduling_counter import SchedulingCounts
 from goaly.generate.settings import NEUTRAL, GeneratorSettings
 from goaly.models.settings import ModelSettings
 
@@ -35,6 +36,7 @@ class Engines:
     native: Any
     settings: GeneratorSettings
     weights: list[dict[str, torch.Tensor]]
+    bfloat16: Any = None
 
     def load(self, which: int, version: int) -> int:
         """What a subscriber's `apply` does."""
@@ -118,65 +120,84 @@ def short_steps(engine: Any, tokens: int) -> Iterator[Any]:
         scheduler.max_num_scheduled_tokens = budget
 
 
-def sample_in_short_steps(tokens: int, prompts: list[list[int]], *samplings: Sampling) -> tuple[int, list[Sample]]:
-    """How many of these prompts were computed in parts, in steps of so many tokens, and a sample of each."""
+def sample_in_short_steps(
+    tokens: int, prompts: list[list[int]], *samplings: Sampling
+) -> tuple[SchedulingCounts, list[Sample]]:
+    """A sample of each prompt, in steps of so many tokens, and what vLLM's scheduler did."""
     with short_steps(engines.torchtitan, tokens) as counter:
         samples = sample_all("torchtitan", prompts, *samplings)
-    return counter.counts.prompts_in_parts, samples
+    return counter.counts, samples
+
+
+@contextmanager
+def updates_in(mode: str) -> Iterator[Any]:
+    """The engine under version 4, with the weights of folder 0, which new weights come to in this mode."""
+    engine = engines.torchtitan
+    engine._settings = replace(engines.settings, on_update=mode)
+    engine.apply(partial(engines.load, 0, 4))
+    yield engine
+    engine._settings = engines.settings
+    engine.apply(partial(engines.load, 0, 0))
 
 
 def update_while_sampling(mode: str, **changes: Any) -> tuple[list[Sample], list[Sample]]:
     """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
-    engine = engines.torchtitan
-    engine._settings = replace(engines.settings, on_update=mode)
-    engine.apply(partial(engines.load, 0, 4))
-    sampling = Sampling(max_tokens=40, **changes)
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(str(number), prompt, sampling)
-    wait(engine._grammars._compiling)  # or some of the steps would be over when an answer begins
-    samples = steps(engine, None if mode == "drain" else 20)
-    assert engine.apply(partial(engines.load, 1, 5)) == 5
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(f"later {number}", prompt, sampling)
-    samples |= steps(engine)
-    engine._settings = engines.settings
-    engine.apply(partial(engines.load, 0, 0))
+    sampling = replace(Sampling(max_tokens=40), **changes)
+    with updates_in(mode) as engine:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt, sampling)
+        wait(engine._grammars._compiling)  # or some of the steps would be over when an answer begins
+        samples = steps(engine, None if mode == "drain" else 20)
+        assert engine.apply(partial(engines.load, 1, 5)) == 5
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(f"later {number}", prompt, sampling)
+        samples |= steps(engine)
     names = [str(number) for number in range(len(PROMPTS))]
     return [samples[name] for name in names], [samples[f"later {name}"] for name in names]
+
+
+def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], list[str], dict[str, Sample]]:
+    """Samples of the prompts, over which the weights of folder 1 came as version 5. Before them, the names of those of
+    whose prompts a part was computed by then, and of those that had not begun."""
+    with updates_in(mode) as engine, short_steps(engine, 100):
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt, Sampling(max_tokens=20, seed=number))
+        samples = steps(engine, 3)
+        begun = [one for one in engine._scheduler.running if one.num_computed_tokens < one.num_prompt_tokens]
+        in_part, not_begun = (
+            [engine._requests[one.request_id].name for one in several] for several in (begun, engine._scheduler.waiting)
+        )
+        engine.apply(partial(engines.load, 1, 5))
+        samples |= steps(engine)
+    return in_part, not_begun, samples
 
 
 def next_turns_after_an_update(mode: str) -> tuple[list[int], dict[str, Sample]]:
     """A conversation that began under version 4, and what version 5 says next: in a turn of it, in one that waits
     while the weights come, and in a conversation that begins with the same tokens."""
-    engine = engines.torchtitan
-    engine._settings = replace(engines.settings, on_update=mode)
-    engine.apply(partial(engines.load, 0, 4))
-    engine.add("first", PROMPTS[0], GREEDY)
-    said = [*PROMPTS[0], *steps(engine)["first"].tokens.tolist()]
-    if mode != "drain":
-        engine.add("waited", said, GREEDY, begun_at=4)
-    engine.apply(partial(engines.load, 1, 5))
-    engine.add("next", said, GREEDY, begun_at=4)
-    engine.add("new", said, GREEDY)
-    ended = steps(engine)
-    engine._settings = engines.settings
-    engine.apply(partial(engines.load, 0, 0))
+    with updates_in(mode) as engine:
+        engine.add("first", PROMPTS[0], GREEDY)
+        said = [*PROMPTS[0], *steps(engine)["first"].tokens.tolist()]
+        if mode != "drain":
+            engine.add("waited", said, GREEDY, begun_at=4)
+        engine.apply(partial(engines.load, 1, 5))
+        engine.add("next", said, GREEDY, begun_at=4)
+        engine.add("new", said, GREEDY)
+        ended = steps(engine)
     return said, ended
 
 
 def stream_over_an_update() -> tuple[Sample, list[Any], set[str]]:
     """A sample over which new weights came, its parts, and the requests that had parts."""
-    engine = engines.torchtitan
-    engine.apply(partial(engines.load, 0, 4))
-    engine.add("streamed", PROMPTS[0], Sampling(max_tokens=20, seed=1), streams=True)
-    engine.add("beside it", PROMPTS[1], Sampling(max_tokens=30))
     ended, parts = {}, []
-    while engine.running:
-        ended |= dict(engine.step())
-        parts += engine.parts()
-        if len(parts) == 10:
-            engine.apply(partial(engines.load, 1, 5))
-    engine.apply(partial(engines.load, 0, 0))
+    with updates_in("recompute") as engine:
+        engine.add("streamed", PROMPTS[0], Sampling(max_tokens=20, seed=1), streams=True)
+        engine.add("beside it", PROMPTS[1], Sampling(max_tokens=30))
+        while engine.running:
+            ended |= dict(engine.step())
+            parts += engine.parts()
+            if len(parts) == 10:
+                engine.apply(partial(engines.load, 1, 5))
     return ended["streamed"], [part for _, part in parts], {name for name, _ in parts}
 
 
@@ -190,23 +211,20 @@ def sample_rest(begun: list[int], sampling: Sampling) -> Sample:
 def update_at_steps(mode: str, steps_between: Sequence[int] = (1,)) -> list[Sample]:
     """Samples, begun one after the other, during which weights of `load_scaled` came after so many steps in turn; in
     mode `drain`, whenever nothing was under way."""
-    engine = engines.torchtitan
-    engine._settings = replace(engines.settings, on_update=mode)
-    engine.apply(partial(engines.load_scaled, 1))
     to_begin = list(enumerate(PROMPTS))
     samples: dict[str, Sample] = {}
-    for count in islice(cycle(steps_between), 100):
-        for number, prompt in to_begin[:2]:
-            engine.add(str(number), prompt, Sampling(max_tokens=10 + 3 * number, seed=number))
-        del to_begin[:2]
-        samples |= steps(engine, None if mode == "drain" else count)
-        engine.apply(partial(engines.load_scaled, engine.version + 1))
-        if not engine.running and not to_begin:
-            break
-    else:
-        raise AssertionError(f"after 100 updates {engine.running} requests are still running")
-    engine._settings = engines.settings
-    engine.apply(partial(engines.load, 0, 0))
+    with updates_in(mode) as engine:
+        engine.apply(partial(engines.load_scaled, 1))
+        for count in islice(cycle(steps_between), 100):
+            for number, prompt in to_begin[:2]:
+                engine.add(str(number), prompt, Sampling(max_tokens=10 + 3 * number, seed=number))
+            del to_begin[:2]
+            samples |= steps(engine, None if mode == "drain" else count)
+            engine.apply(partial(engines.load_scaled, engine.version + 1))
+            if not engine.running and not to_begin:
+                break
+        else:
+            raise AssertionError(f"after 100 updates {engine.running} requests are still running")
     return [samples[str(number)] for number in range(len(PROMPTS))]
 
 
@@ -248,9 +266,9 @@ def cancel_midway() -> tuple[list[tuple[str, Sample]], list[str], bool]:
     return cancelled, list(rest), bool(engine.running)
 
 
-def count_preemptions(requests: int, sampling: Sampling) -> tuple[int, list[Sample]]:
+def count_preemptions(requests: int, *samplings: Sampling) -> tuple[int, list[Sample]]:
     counter = engines.torchtitan.counter()
-    samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], sampling)
+    samples = sample_all("torchtitan", [PROMPTS[n % 6] for n in range(requests)], *samplings)
     return counter.counts.preemptions, samples
 
 

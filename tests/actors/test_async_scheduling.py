@@ -1,9 +1,8 @@
 """An engine that launches a step before it reads the one before, with vLLM's own scheduler and model runner.
 
-A child process holds it, and one that schedules step by step.
+A child process holds it, and one that schedules step by step. `test_generator_engine.py` runs its tests with it, too.
 """
 
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,40 +12,26 @@ import torch
 import torch.multiprocessing
 from random_model import VOCABULARY, write_random_model
 
-from goaly.generate.request import Finish, InvalidRequest, Sample, Sampling
+from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.run.rendezvous import lasting_port
 from tests.actors import engines_in_child
+from tests.actors.async_on_cpu import start_async_engines
 from tests.actors.engine_in_ranks import become_rank
 from tests.actors.engines_in_child import (
     GREEDY,
     PROMPTS,
-    cancel_midway,
-    count_preemptions,
     in_child,
     sample_all,
-    sample_in_short_steps,
     scale_of,
-    start_engines,
     steps,
-    stream_over_an_update,
     update_at_steps,
-    update_while_sampling,
 )
-from tests.actors.expected import NOISE, Expected, versions_of
+from tests.actors.expected import NOISE
 from tests.actors.own_choices import OwnChoices
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
-
-
-def start(folders: list[Path]) -> None:
-    from tests.actors.async_on_cpu import allow_async_scheduling
-
-    allow_async_scheduling()
-    start_engines(folders, async_scheduling=True)
-    engine = engines_in_child.engines.torchtitan
-    assert engine._core.engine_core.batch_queue_size == 2
 
 
 def launched() -> int:
@@ -148,20 +133,10 @@ def in_each_rank(rank: int, port: int, folder: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
-    return [tiny_model_folder, write_random_model(tmp_path_factory.mktemp("other"), seed=1)]
-
-
-@pytest.fixture(scope="module")
 def there(folders):
     """Runs one of this module's functions where the engines are."""
-    with in_child(start, folders) as run:
+    with in_child(start_async_engines, folders) as run:
         yield run
-
-
-@pytest.fixture(scope="module")
-def expected(folders) -> Expected:
-    return Expected(folders)
 
 
 def test_a_step_is_launched_before_the_one_before_is_read_and_an_update_reads_all(there):
@@ -169,13 +144,10 @@ def test_a_step_is_launched_before_the_one_before_is_read_and_an_update_reads_al
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
-@pytest.mark.parametrize("steps_between", [(1,), (1, 2, 3)], ids=["every-step", "some-steps"])
-def test_every_token_has_the_version_that_drew_it(there, expected, mode, steps_between):  # generate-3, generate-5
-    samples = there(update_at_steps, mode, steps_between)
+def test_every_token_has_the_version_that_drew_it(there, expected, mode):  # generate-3, generate-5
+    samples = there(update_at_steps, mode, (1, 2, 3))
     expected.check_each_stamp(samples)
     assert [len(sample.tokens) for sample in samples] == [10, 13, 16, 19, 22, 25]
-    if mode != "drain" and steps_between == (1,):
-        assert all((sample.versions.diff() == 1).all() for sample in samples)
 
 
 def test_vllm_stamps_a_token_with_the_version_that_it_is_read_under(there, expected):
@@ -184,25 +156,6 @@ def test_vllm_stamps_a_token_with_the_version_that_it_is_read_under(there, expec
     stamp, sample = there(vllms_own_stamp)
     assert stamp == "2"
     expected.check_each_stamp([sample])  # as version 1
-
-
-@pytest.mark.parametrize("mode", ["recompute", "keep", "drain"])
-def test_updates_do_to_the_cache_what_they_do_without(there, expected, mode):  # generate-4
-    samples, later = there(update_while_sampling, mode)
-    assert all(len(sample.tokens) == 40 for sample in samples)
-    expected.check(samples, 0, 4)
-    if mode == "recompute":
-        expected.check(samples, 1, 5)
-    assert versions_of(later) == {((5, 40),)}
-    expected.check(later, 1, 5)
-
-
-def test_preempted_requests_lose_and_repeat_nothing(there, expected):  # generate-5
-    preempted, samples = there(count_preemptions, 24, Sampling(max_tokens=120, seed=3))
-    assert preempted > 0
-    assert all(len(sample.tokens) == 120 for sample in samples)
-    for number, sample in enumerate(samples):
-        torch.testing.assert_close(sample.logprobs, expected.logprobs(PROMPTS[number % 6], sample), atol=NOISE, rtol=0)
 
 
 def test_parameters_of_requests_have_the_effect_that_they_have_step_by_step(there):
@@ -226,53 +179,11 @@ def test_parameters_of_requests_have_the_effect_that_they_have_step_by_step(ther
         assert len(one.versions) == len(one.tokens)
 
 
-def test_seeds_and_forms_give_the_same_samples_of_prompts_that_are_computed_in_parts(there):
-    form = {"structured_outputs": {"regex": "(a[bc]){4}="}, "stop_token_ids": (6,)}
-    for asked in (Sampling(max_tokens=30, seed=3), Sampling(max_tokens=30, seed=4, top_k=5, **form)):
-        _, (alone,) = there(sample_in_short_steps, 256, PROMPTS[:1], asked)
-        in_parts, samples = there(sample_in_short_steps, 40, PROMPTS, asked, Sampling(max_tokens=30))
-        assert in_parts == len(PROMPTS)
-        assert alone.tokens.tolist() == samples[0].tokens.tolist()
-        torch.testing.assert_close(alone.logprobs, samples[0].logprobs, atol=NOISE, rtol=0)
-
-
-def test_a_form_is_followed_also_over_an_update_and_a_dead_end_fails_alone(there, expected):
-    form = {"structured_outputs": {"regex": "(a[bc]){20}"}, "stop_token_ids": (6,)}
-    samples, later = there(partial(update_while_sampling, "recompute", **form))
-    for sample in (*samples, *later):
-        assert re.fullmatch("(a[bc]){20}", "".join(VOCABULARY[token] for token in sample.tokens.tolist()))
-    expected.check(samples, 0, 4)
-    expected.check(samples, 1, 5)
-    dead = Sampling(max_tokens=20, structured_outputs={"regex": "[^\\s\\S]"}, stop_token_ids=(6,))
-    failed, sample = there(sample_all, "torchtitan", PROMPTS[:2], dead, Sampling(max_tokens=20, seed=3))
-    assert isinstance(failed, InvalidRequest)
-    assert len(sample.tokens) == 20
-
-
-def test_cancelling_gives_what_was_read_and_leaves_the_others_alone(there):
-    cancelled, rest, busy = there(cancel_midway)
-    assert [name for name, _ in cancelled] == ["a", "c"]
-    for _, sample in cancelled:
-        assert sample.finish is Finish.CANCELLED
-        assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == 9
-    assert rest == ["b"]
-    assert not busy
-
-
 def test_a_sample_that_an_update_has_read_is_returned_by_the_next_step_once(there):
     alone, both, cancelled, ended = there(end_in_an_update)
     assert (alone, both, cancelled) == (1, 2, ["goes on"])
     ((name, sample),) = ended
     assert (name, len(sample.tokens), sample.finish) == ("ends", 1, Finish.LENGTH)
-
-
-def test_a_streamed_answer_has_each_token_in_one_part_also_over_an_update(there):  # train-4
-    sample, parts, _ = there(stream_over_an_update)
-    tokens = [token for part in parts for token in part.tokens]
-    versions = [version for part in parts for version in part.versions]
-    assert tokens == sample.tokens[:-1].tolist()
-    assert versions == sample.versions[:-1].tolist()
-    assert sample.versions.unique().tolist() == [4, 5]
 
 
 def test_choices_of_experts_are_those_of_the_tokens_that_were_read(there, tmp_path):  # generate-7

@@ -6,7 +6,6 @@ prefix caching happen.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,103 +13,44 @@ import pytest
 import torch
 from random_model import VOCABULARY, native_tensors, write_random_deepseek, write_random_model
 
-from goaly.generate.request import Finish, Sample, Sampling
+from goaly.generate.request import Finish, Sampling
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
 from goaly.trajectory import EXPERT_CHOICES
-from tests.actors.engines_in_child import PROMPTS, in_child, short_steps, steps
+from tests.actors import engines_in_child
+from tests.actors.engines_in_child import (
+    PROMPTS,
+    Engines,
+    cancel_midway,
+    count_preemptions,
+    in_child,
+    sample_all,
+    sample_in_short_steps,
+    update_in_the_middle_of_prompts,
+    update_while_sampling,
+)
 from tests.actors.own_choices import OwnChoices, as_row
 
 pytestmark = pytest.mark.timeout(240)
 
-SETTINGS = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512)
 LONG = Sampling(max_tokens=60)
-
-engines: dict[str, Any]
-weights: list[dict[str, torch.Tensor]]
+MANY = [Sampling(max_tokens=150, seed=number) for number in range(32)]
 
 
-def start_engines(folders: list[Path]) -> None:
-    global engines, weights
+def start_recording_engines(folders: list[Path]) -> None:
     from goaly.generate.vllm_engine import VllmEngine
     from goaly.models.definition import model_spec
 
-    models = {dtype: ModelSettings(path=str(folders[0]), dtype=dtype) for dtype in ("float32", "bfloat16")}
-    engines = {dtype: VllmEngine(SETTINGS, model, records_choices=True) for dtype, model in models.items()}
+    settings = GeneratorSettings(max_running=32, max_context=512, kv_cache_gib=0.005, max_step_tokens=512)
+    models = (ModelSettings(path=str(folders[0]), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    float32, bfloat16 = (VllmEngine(settings, model, records_choices=True) for model in models)
     weights = [native_tensors(model_spec(folder), folder) for folder in folders]
+    engines_in_child.engines = Engines(float32, None, settings, weights, bfloat16)
 
 
-def load(which: int, version: int) -> int:
-    """What a subscriber's `apply` does."""
-    for name, tensor in engines["float32"].named_tensors().items():
-        tensor.copy_(weights[which][name])
-    return version
-
-
-def sample(dtype: str, requests: int, sampling: Sampling) -> tuple[list[Sample], int]:
-    """Samples of the prompts in turn, and how many preemptions there were."""
-    engine = engines[dtype]
-    counter = engine.counter()
-    for number in range(requests):
-        engine.add(str(number), PROMPTS[number % len(PROMPTS)], replace(sampling, seed=number))
-    ended = steps(engine)
-    return [ended[str(number)] for number in range(requests)], counter.counts.preemptions
-
-
-def update_while_sampling(mode: str) -> tuple[list[Sample], list[Sample]]:
-    """Samples over which the weights of folder 1 came as version 5 after some steps, and samples begun after that."""
-    engine = engines["float32"]
-    engine._settings = replace(SETTINGS, on_update=mode)
-    engine.apply(partial(load, 0, 4))
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(str(number), prompt, LONG)
-    ended = steps(engine, None if mode == "drain" else 20)
-    engine.apply(partial(load, 1, 5))
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(f"later {number}", prompt, LONG)
-    ended |= steps(engine)
-    engine._settings = SETTINGS
-    engine.apply(partial(load, 0, 0))
-    count = range(len(PROMPTS))
-    return [ended[str(number)] for number in count], [ended[f"later {number}"] for number in count]
-
-
-def sample_in_short_steps(requests: int, sampling: Sampling) -> tuple[int, int, list[Sample]]:
-    """How many prompts were computed in parts, how many preemptions there were, and the samples."""
-    with short_steps(engines["float32"], 40) as counter:
-        samples, preemptions = sample("float32", requests, sampling)
-    return counter.counts.prompts_in_parts, preemptions, samples
-
-
-def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], dict[str, Sample]]:
-    """Samples over which the weights of folder 1 came as version 5, and the names of those of whose prompts a part was
-    computed before."""
-    engine = engines["float32"]
-    engine._settings = replace(SETTINGS, on_update=mode)
-    engine.apply(partial(load, 0, 4))
-    with short_steps(engine, 100):
-        for number, prompt in enumerate(PROMPTS):
-            engine.add(str(number), prompt, LONG)
-        ended = steps(engine, 3)
-        running = engine._scheduler.running
-        begun = [one.request_id for one in running if one.num_computed_tokens < one.num_prompt_tokens]
-        in_part = [engine._requests[key].name for key in begun]
-        engine.apply(partial(load, 1, 5))
-        ended |= steps(engine)
-    engine._settings = SETTINGS
-    engine.apply(partial(load, 0, 0))
-    return in_part, ended
-
-
-def cancel_midway() -> tuple[list[tuple[str, Sample]], dict[str, list[torch.Tensor]]]:
-    """What was sampled of two requests until they were cancelled, and what is still recorded at the end."""
-    engine = engines["float32"]
-    for name in ("a", "b"):
-        engine.add(name, PROMPTS[0], LONG)
-    steps(engine, 10)
-    cancelled = engine.cancel(["a", "b"])
-    engine.step()
-    return cancelled, engine._recorder._recorded
+def recorded() -> list[str]:
+    """The requests that the engine records choices of."""
+    return list(engines_in_child.engines.torchtitan._recorder._recorded)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def there(folders: list[Path]) -> Iterator[Callable[..., Any]]:
     """Runs one of this module's functions where the engines are."""
-    with in_child(start_engines, folders) as run:
+    with in_child(start_recording_engines, folders) as run:
         yield run
 
 
@@ -133,16 +73,17 @@ def own(folders: list[Path]) -> list[OwnChoices]:
 def test_choices_are_the_trainers_own_also_after_preemption_and_prefix_reuse(
     there: Any, own: list[OwnChoices]
 ) -> None:  # generate-7
-    samples, preemptions = there(sample, "float32", 32, replace(LONG, max_tokens=150))
+    preemptions, samples = there(count_preemptions, len(MANY), *MANY)
     assert preemptions > 3
     for number, one in enumerate(samples):
         own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
 
 
 def test_choices_of_prompts_that_are_computed_in_parts_are_the_trainers_own(there: Any, own: list[OwnChoices]) -> None:
-    in_parts, preemptions, samples = there(sample_in_short_steps, 32, replace(LONG, max_tokens=150))
-    assert in_parts >= len(PROMPTS)
-    assert preemptions > 3
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(MANY))]
+    counts, samples = there(sample_in_short_steps, 40, prompts, *MANY)
+    assert counts.prompts_in_parts >= len(PROMPTS)
+    assert counts.preemptions > 3
     for number, one in enumerate(samples):
         own[0].assert_recorded(PROMPTS[number % len(PROMPTS)], one)
 
@@ -150,7 +91,7 @@ def test_choices_of_prompts_that_are_computed_in_parts_are_the_trainers_own(ther
 def test_parts_of_prompts_that_an_update_computes_again_have_the_choices_of_its_version(  # generate-7
     there: Any, own: list[OwnChoices]
 ) -> None:
-    in_part, samples = there(update_in_the_middle_of_prompts, "recompute")
+    in_part, _, samples = there(update_in_the_middle_of_prompts, "recompute")
     assert in_part
     for name in in_part:
         assert samples[name].versions.unique().tolist() == [5]
@@ -182,15 +123,15 @@ def test_choices_are_those_of_the_version_that_computed_a_token(
 
 
 def test_answers_that_a_stop_string_or_a_cancel_ended_have_their_choices(there: Any, own: list[OwnChoices]) -> None:
-    (whole,), _ = there(sample, "float32", 1, LONG)
+    (whole,) = there(sample_all, "torchtitan", PROMPTS[:1], replace(LONG, seed=0))
     stop = "".join(VOCABULARY[token] for token in whole.tokens[10:12].tolist())
-    (stopped,), _ = there(sample, "float32", 1, replace(LONG, stop=[stop]))
+    (stopped,) = there(sample_all, "torchtitan", PROMPTS[:1], replace(LONG, seed=0, stop=[stop]))
     assert stopped.finish is Finish.STOP
     own[0].assert_recorded(PROMPTS[0], stopped)
-    cancelled, left = there(cancel_midway)
+    cancelled, *_ = there(cancel_midway)
     for _, one in cancelled:
         own[0].assert_recorded(PROMPTS[0], one)
-    assert left == {}
+    assert there(recorded) == []
 
 
 def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_together(
@@ -202,10 +143,11 @@ def test_in_bfloat16_some_choices_differ_and_replay_brings_the_log_probs_togethe
     from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import EXPERT_CHOICES, PackedRows
 
-    samples, _ = there(sample, "bfloat16", 24, LONG)
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(24)]
+    samples = there(sample_all, "bfloat16", prompts, *(replace(LONG, seed=number) for number in range(24)))
     sequences = []
     for number, one in enumerate(samples):
-        prompt = PROMPTS[number % len(PROMPTS)]
+        prompt = prompts[number]
         unsampled, length = torch.zeros(len(prompt)), len(prompt) + len(one.tokens)
         trained = torch.arange(length) >= len(prompt)
         sequences.append(

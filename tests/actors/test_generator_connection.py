@@ -1,4 +1,4 @@
-"""Lines and a router between processes: real actors and pickled handles, without an engine."""
+"""Connections and a router between processes: real actors and pickled handles, without an engine."""
 
 import asyncio
 import os
@@ -39,9 +39,9 @@ HELD = 99
 class Echo(Actor):
     """Answers a request with its prompt, and an empty one with an error; counts messages."""
 
-    def __init__(self, takes_lines: bool = True) -> None:
+    def __init__(self, takes_sockets: bool = True) -> None:
         self._clients = Clients(self._told)
-        self._takes_lines = takes_lines
+        self._takes_sockets = takes_sockets
         self._messages: list[list[str]] = []
         self._names: list[str] = []
         self._held: list[str] = []
@@ -53,12 +53,14 @@ class Echo(Actor):
     @concurrent_endpoint
     async def connect(self, client: str, ways: Ways) -> None:
         self._connected += 1
-        await self._clients.serve(client, ways if self._takes_lines else replace(ways, line="\0nobody"), self._broken)
+        await self._clients.serve(
+            client, ways if self._takes_sockets else replace(ways, socket="\0nobody"), self._broken
+        )
         raise OSError("no route to host")
 
     @concurrent_endpoint
     async def tell(self, client: str, message: ToReplica) -> None:
-        assert not self._takes_lines
+        assert not self._takes_sockets
         self._told(client, message)
 
     def _told(self, client: str, message: ToReplica) -> None:
@@ -101,13 +103,13 @@ class Echo(Actor):
 
     @concurrent_endpoint
     async def when(self, messages: int, cancelled: int) -> tuple[list[list[str]], list[str], int]:
-        """Once there were so many messages and cancelled requests: both, and how many lines there were."""
+        """Once there were so many messages and cancelled requests: both, and how many sockets there were."""
         while len(self._messages) < messages or len(self._cancelled) < cancelled:
             await self._changed.wait()
         return self._messages, self._cancelled, self._connected
 
     @concurrent_endpoint
-    async def break_lines(self) -> None:
+    async def break_sockets(self) -> None:
         broken, self._broken = self._broken, asyncio.Event()
         broken.set()
 
@@ -144,10 +146,10 @@ class Client(Actor):
         self._asking.pop(request_id).cancel()
 
 
-@pytest.mark.parametrize("takes_lines", [True, False], ids=["on a line", "by calls"])
-async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(takes_lines: bool):
+@pytest.mark.parametrize("takes_sockets", [True, False], ids=["on a socket", "by calls"])
+async def test_requests_of_one_moment_travel_together_and_each_has_its_own_end(takes_sockets: bool):
     mesh = spawn("rollout")
-    replica = mesh.spawn("echo", Echo, takes_lines)
+    replica = mesh.spawn("echo", Echo, takes_sockets)
     connection = Connection(replica)
 
     together = [connection.submit(str(n), [n, n + 1], SAMPLING) for n in range(50)]
@@ -232,13 +234,13 @@ async def test_a_router_knows_replicas_by_name_and_moves_requests_whichever_way_
     await meshes[0].stop()
 
 
-async def test_a_line_that_breaks_while_its_replica_lives_opens_again_and_its_requests_go_on():
+async def test_a_socket_that_breaks_while_its_replica_lives_opens_again_and_its_requests_go_on():
     mesh = spawn("rollout")
     client, replica = mesh.spawn("client", Client), mesh.spawn("echo", Echo)
     await client.replicas.call_one({"only": replica})
     await client.ask.call_one("held", HELD)
     await replica.when.call_one(1, 0)
-    await replica.break_lines.call_one()
+    await replica.break_sockets.call_one()
     assert await replica.when.call_one(2, 1) == ([["held"], ["held.1"]], ["held"], 2)  # generate-2
     await client.ask.call_one("quick", 0)
     assert await client.answer.call_one("quick") == [3, 4]

@@ -1,7 +1,6 @@
 """vLLM's engine over a model with experts, on one rank and on two, against plain transformers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from goaly.models.settings import ModelSettings
 from goaly.plan.generator_memory import replica_memory
 from goaly.run.rendezvous import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
+from tests.actors.expected import NOISE, Expected
 from tests.actors.own_choices import OwnChoices
 
 pytestmark = pytest.mark.timeout(180)
@@ -40,7 +40,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "sinks, ep": {"tp": 2, "ep": 2},
 }
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(6)]
-NOISE = 2e-4
 
 
 def in_each_process(rank: int, port: int, folders: list[Path], degrees: dict[str, int], out: Path) -> None:
@@ -79,39 +78,24 @@ def folders(tmp_path: Path, layout: str) -> list[Path]:
     ]
 
 
-@pytest.fixture
-def logprobs_of(folders: list[Path]) -> Any:
-    """The log-probs that transformers gives to these tokens after this prompt, with the weights of one folder."""
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
-
-    @torch.no_grad()
-    def logprobs(which: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        logits_NV = models[which](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits_NV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-    return logprobs
-
-
 def tokens(samples: list[Sample]) -> list[torch.Tensor]:
     return [one.tokens for one in samples]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_replica_samples_from_the_model_that_transformers_has_before_and_after_an_update(
-    folders: list[Path], logprobs_of: Any, tmp_path: Path, layout: str
+    folders: list[Path], tmp_path: Path, layout: str
 ) -> None:
     degrees = LAYOUTS[layout]
     ranks = degrees.get("tp", 1)
     arguments = (lasting_port(), folders, degrees, tmp_path / "sampled")
     torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=ranks, start_method="forkserver")
     found = [torch.load(f"{tmp_path / 'sampled'}.{rank}", weights_only=False) for rank in range(ranks)]
+    transformers = Expected(folders)
     for which in range(2):
         own = OwnChoices(folders[which])
         for prompt, one in zip(PROMPTS, found[0][which], strict=True):
-            expected = logprobs_of(which, prompt, one.tokens.tolist())
-            torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
+            torch.testing.assert_close(one.logprobs, transformers.logprobs(prompt, one, which), atol=NOISE, rtol=0)
             own.assert_recorded(prompt, one)  # generate-7
         for of_rank in found:
             assert of_rank[3] == 1  # three layers have one table

@@ -11,6 +11,7 @@ from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.run.rendezvous import lasting_port
 from tests.actors.engine_in_ranks import become_rank, load, sampled
+from tests.actors.expected import NOISE, Expected
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -23,7 +24,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 PROMPTS = [[(7 * i + 3 * j) % 30 + 2 for j in range(20 + i)] for i in range(4)]
 LORA = LoraSettings(rank=8, alpha=24.0, save="merged")
-NOISE = 2e-4
 
 
 def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int], adapters: Path, out: Path) -> None:
@@ -47,8 +47,6 @@ def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int],
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path: Path, layout: str) -> None:  # LR-2
-    from transformers import AutoModelForCausalLM
-
     from goaly.models.lora import B, draw_adapters
     from goaly.train.settings import TrainerSettings
     from goaly.train.train_engine import TrainEngine
@@ -65,14 +63,9 @@ def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path:
     arguments = (lasting_port(), folder, degrees, tmp_path / "adapters", tmp_path / "sampled")
     torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=ranks, start_method="forkserver")
     found = [torch.load(f"{tmp_path / 'sampled'}.{rank}", weights_only=False) for rank in range(ranks)]
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (folder, tmp_path / "merged")]
-    for which, model in enumerate(models):
-        for number, prompt in enumerate(PROMPTS):
-            one = found[0][which][number]
-            tokens = one.tokens.tolist()
-            with torch.no_grad():
-                logits_NV = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            expected = logits_NV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(one.logprobs, expected, atol=NOISE, rtol=0)
+    transformers = Expected([folder, tmp_path / "merged"])
+    for which, samples in enumerate(found[0]):
+        for number, (prompt, one) in enumerate(zip(PROMPTS, samples, strict=True)):
+            torch.testing.assert_close(one.logprobs, transformers.logprobs(prompt, one, which), atol=NOISE, rtol=0)
             assert all(torch.equal(of_rank[which][number].tokens, one.tokens) for of_rank in found)
     assert any(not torch.equal(one.tokens, two.tokens) for one, two in zip(*found[0], strict=True))

@@ -1,77 +1,26 @@
 """A prompt that vLLM computes in several steps gives the same answer as in one; a child process holds the engine."""
 
 import re
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from random_model import VOCABULARY, write_random_model
+from random_model import VOCABULARY
 
-from goaly.generate.request import Sample, Sampling
-from tests.actors import engines_in_child
-from tests.actors.engines_in_child import (
-    PROMPTS,
-    in_child,
-    sample_in_short_steps,
-    short_steps,
-    start_engines,
-    steps,
-)
-from tests.actors.expected import NOISE, Expected
+from goaly.generate.request import Sampling
+from tests.actors.engines_in_child import PROMPTS, sample_in_short_steps, update_in_the_middle_of_prompts
+from tests.actors.expected import NOISE
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
-
-
-def update_in_the_middle_of_prompts(mode: str) -> tuple[list[str], list[str], dict[str, Sample]]:
-    """Samples of the prompts, over which the weights of folder 1 came as version 5. Before them, the names of those of
-    whose prompts a part was computed by then, and of those that had not begun."""
-    engines = engines_in_child.engines
-    engine = engines.torchtitan
-    engine._settings = replace(engines.settings, on_update=mode)
-    engine.apply(partial(engines.load, 0, 4))
-    with short_steps(engine, 100):
-        for number, prompt in enumerate(PROMPTS):
-            engine.add(str(number), prompt, Sampling(max_tokens=20, seed=number))
-        samples = steps(engine, 3)
-        scheduler = engine._scheduler
-        begun = [one for one in scheduler.running if one.num_computed_tokens < one.num_prompt_tokens]
-        in_part, not_begun = (
-            [engine._requests[one.request_id].name for one in several] for several in (begun, scheduler.waiting)
-        )
-        engine.apply(partial(engines.load, 1, 5))
-        samples |= steps(engine)
-    engine._settings = engines.settings
-    engine.apply(partial(engines.load, 0, 0))
-    return in_part, not_begun, samples
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model_folder, tmp_path_factory) -> list[Path]:
-    return [tiny_model_folder, write_random_model(tmp_path_factory.mktemp("other"), seed=1)]
-
-
-@pytest.fixture(scope="module")
-def there(folders):
-    """Runs one of this module's functions where the engine is."""
-    with in_child(start_engines, folders) as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
-def expected(folders) -> Expected:
-    return Expected(folders)
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.01}, {"frequency_penalty": 1.0}])
 def test_a_seed_gives_the_same_sample_of_a_prompt_that_is_computed_in_parts(there, changes):
     seeded, other = Sampling(max_tokens=30, seed=11, **changes), Sampling(max_tokens=30)
     whole = [there(sample_in_short_steps, 256, [prompt], seeded) for prompt in PROMPTS[::2]]
-    in_parts, samples = there(sample_in_short_steps, 40, PROMPTS, seeded, other)
-    assert in_parts == len(PROMPTS)
+    counts, samples = there(sample_in_short_steps, 40, PROMPTS, seeded, other)
+    assert counts.prompts_in_parts == len(PROMPTS)
     for (none, (alone,)), beside in zip(whole, samples[::2], strict=True):
-        assert none == 0
+        assert none.prompts_in_parts == 0
         assert alone.tokens.tolist() == beside.tokens.tolist()
         torch.testing.assert_close(alone.logprobs, beside.logprobs, atol=NOISE, rtol=0)
 
@@ -79,8 +28,8 @@ def test_a_seed_gives_the_same_sample_of_a_prompt_that_is_computed_in_parts(ther
 def test_a_form_begins_after_a_prompt_that_is_computed_in_parts(there):
     formed = Sampling(max_tokens=60, structured_outputs={"regex": "(a[bc]){4}="}, stop_token_ids=(6,), seed=3)
     _, (alone,) = there(sample_in_short_steps, 256, PROMPTS[:1], formed)
-    in_parts, samples = there(sample_in_short_steps, 40, PROMPTS, formed, Sampling(max_tokens=60))
-    assert in_parts == len(PROMPTS)
+    counts, samples = there(sample_in_short_steps, 40, PROMPTS, formed, Sampling(max_tokens=60))
+    assert counts.prompts_in_parts == len(PROMPTS)
     assert alone.tokens.tolist() == samples[0].tokens.tolist()
     for sample in samples[::2]:
         assert re.fullmatch("(a[bc]){4}=", "".join(VOCABULARY[token] for token in sample.tokens[:-1].tolist()))

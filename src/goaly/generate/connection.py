@@ -83,7 +83,7 @@ class Ways:
     """The ways to a client."""
 
     process: ProcessMark
-    line: str
+    socket: str
     """The address of its listener, for a replica on its host."""
     port: Port[Results]
     """For a replica elsewhere, whose first message is empty: it says that this way is taken."""
@@ -102,12 +102,12 @@ class Connection:
         self._unsent_suspects: list[str] = []
         self._tell: Callable[[ToReplica], None] | None = None
         """The way to the replica, once one is open."""
-        self._line: MessageSocket | None = None
+        self._socket: MessageSocket | None = None
         self._ended: Exception | None = None
         port, samples = Channel[Results].open()
         self._listener = Listener()
         ways = Ways(this_process(), self._listener.address, port)
-        self._listening = vital_task(self._listen(), "connection: line")
+        self._listening = vital_task(self._listen(), "connection: socket")
         self._listening.add_done_callback(lambda _: self._listener.close())
         self._tasks = (
             vital_task(self._connect(ways), "connection: open"),
@@ -205,9 +205,9 @@ class Connection:
             self._break(root_cause(error))
 
     async def _listen(self) -> None:
-        ended = partial(self._break, "the replica's end of its line was closed")
-        self._line = await self._listener.take(self._take, ended)  # unblocked by the replica, or by `close`
-        self._open(self._line.send)
+        ended = partial(self._break, "the replica's end of its socket was closed")
+        self._socket = await self._listener.take(self._take, ended)  # unblocked by the replica, or by `close`
+        self._open(self._socket.send)
 
     async def _receive(self, samples: PortReceiver[Results]) -> None:
         while True:
@@ -219,7 +219,7 @@ class Connection:
     def _open(self, tell: Callable[[ToReplica], None]) -> None:
         """Take this way to the replica from now on."""
         self._tell = tell
-        suspects, self._unsent_suspects = self._unsent_suspects, []  # what is sent can be withdrawn
+        suspects, self._unsent_suspects = self._unsent_suspects, []  # a sent one is withdrawn in another way
         for name in suspects:
             tell(Isolate(name))
         self._send()
@@ -263,8 +263,8 @@ class Connection:
 
     def _disconnect(self) -> None:
         """Let the replica end this client's requests (generate-2); a dead one ignores it."""
-        if self._line is not None:
-            self._line.close()
+        if self._socket is not None:
+            self._socket.close()
         else:
             self._replica.tell.broadcast(self._name, Leave())
 
@@ -278,25 +278,25 @@ class Connection:
 
 
 class Clients:
-    """The replica's end: the clients that are connected, what they tell, and the results to send to each."""
+    """The replica's end: takes the messages of connected clients, and sends each its results."""
 
     def __init__(self, told: Callable[[str, ToReplica], None]) -> None:
-        """`told(client, message)` is called for what comes on lines. The end of a connection is a `Leave`."""
+        """`told(client, message)` is called for what comes on sockets. The end of a connection is a `Leave`."""
         self._told = told
         self._open: dict[str, tuple[Callable[[Results], None], MessageSocket | None]] = {}
         """How to send to each, in any thread."""
 
     async def serve(self, client: str, ways: Ways, until: asyncio.Event) -> None:
         """Connect to a client; returns when the event is set."""
-        line, watch = await self._line_to(client, ways), None
-        if line is None:
+        socket, watch = await self._socket_to(client, ways), None
+        if socket is None:
             ways.port.send([])
             send = partial(asyncio.get_running_loop().call_soon_threadsafe, ways.port.send)
         else:
-            send = line.send
+            send = socket.send
         if ways.process.host == this_host():
             watch = ExitWatch(ways.process, partial(self._told, client, Leave()))
-        self._open[client] = send, line
+        self._open[client] = send, socket
         try:
             await until.wait()
         finally:
@@ -306,9 +306,9 @@ class Clients:
 
     def disconnect(self, client: str) -> None:
         """Send nothing more to this client."""
-        _, line = self._open.pop(client, (None, None))
-        if line is not None:
-            line.close()
+        _, socket = self._open.pop(client, (None, None))
+        if socket is not None:
+            socket.close()
 
     def send(self, client: str, results: Results) -> None:
         """Send these results in one message, in any thread. Nothing happens if the client has left."""
@@ -316,9 +316,9 @@ class Clients:
         if send is not None:
             send(results)
 
-    async def _line_to(self, client: str, ways: Ways) -> MessageSocket | None:
+    async def _socket_to(self, client: str, ways: Ways) -> MessageSocket | None:
         try:
-            return await open_socket(ways.line, partial(self._told, client), partial(self._told, client, Leave()))
+            return await open_socket(ways.socket, partial(self._told, client), partial(self._told, client, Leave()))
         except OSError:  # the client is on another host, or in another network
             return None
 

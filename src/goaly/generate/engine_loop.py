@@ -53,8 +53,8 @@ Result = VersionedTokens | Sample | Exception
 """A part of a streamed answer, a whole answer, or a request's error."""
 
 Deliver = Callable[[str, Result], None]
-"""Takes a request's parts, if it is streamed, and then its sample or its error, in the engine's thread; the error of
-what was under way at the end in the event loop, after that thread."""
+"""Takes a request's parts, if it is streamed, and then its sample or its error. The engine's thread calls it; after its
+end the event loop does, with the errors of running requests."""
 
 NO_TIMEOUT = timedelta(days=3650)
 """An idle replica waits for hours. When a peer dies, the closed connection ends the wait, or the service does: it kills

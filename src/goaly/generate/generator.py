@@ -3,7 +3,7 @@
 A replica is a mesh of `tp` of these actors. Requests go to rank 0; the other ranks follow it.
 
 When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights are
-divided. The requests of a client on this host end with its process, or with its line.
+divided. The requests of a client on this host end with its process, or its socket.
 
     generate-8: `start` returns with the store's newest version applied: a replacement serves no older weights. It does
         not wait for a trainer that is being replaced.

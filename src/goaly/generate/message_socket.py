@@ -1,12 +1,12 @@
-"""A line between two processes of one host: a socket that carries pickled messages, both ways and in order.
+"""A socket between two processes of one host that carries pickled messages, both ways and in order.
 
-A message between actors costs each side 0.4 ms of CPU, on a line 0.04 ms. Both ends live in an event loop, but any
-thread may send: the loop's thread would take the interpreter's lock from the engine's ten times for a message. Lines
+A message between actors costs each side 0.4 ms of CPU, here 0.04 ms. Both ends live in an event loop, but any thread
+may send: the loop's thread would take the interpreter's lock from the engine's ten times for a message. The sockets
 have no names in the file system, and the kernel closes them when a process ends, however it ends.
 
-A listener takes one line, and only from a process of the same user. Messages of one thread arrive whole and in order; a
-message that cannot be pickled is not sent at all. `ended` is called once, also if the other process was killed, and
-never after `close`. An exception while a message is handled ends the process (base-1).
+A listener takes one socket, and only from a process of the same user. Messages of one thread arrive whole and in order;
+a message that cannot be pickled is not sent at all. `ended` is called once, also if the other process was killed, and
+never after `close`. An exception while a message is handled ends the process (process-1).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ LENGTH = struct.Struct("<Q")
 
 
 class MessageSocket(asyncio.Protocol):
-    """One end of a line."""
+    """One end."""
 
     def __init__(self, received: Callable[[Any], None], ended: Callable[[], None]):
         """Both are called in the event loop."""
@@ -39,13 +39,13 @@ class MessageSocket(asyncio.Protocol):
         self._lock = threading.Lock()
         """Guards the three below."""
         self._socket: int | None = None
-        """Where a thread may write; None: the line is not open."""
+        """Where a thread may write; None: it is not open."""
         self._is_full = False
         """Whether something waits for the socket, here or in the transport."""
         self._unsent = bytearray()
 
     def send(self, message: Any) -> None:
-        """Send a message, in any thread. Nothing happens if the line has ended."""
+        """Send a message, in any thread. Nothing happens if it has ended."""
         data = _pickled(message)
         frame = LENGTH.pack(len(data)) + data
         with self._lock:
@@ -58,7 +58,7 @@ class MessageSocket(asyncio.Protocol):
                 self._unsent += frame
 
     def close(self) -> None:
-        """End the line, after what was sent."""
+        """Close it, after what was sent."""
         self._ended = None
         with self._lock:
             self._socket = None
@@ -89,8 +89,8 @@ class MessageSocket(asyncio.Protocol):
         """Some bytes came."""
         try:
             self._take(data)
-        except Exception as error:  # asyncio would only log it, and close the line
-            give_up("a message on a line could not be handled", error)
+        except Exception as error:  # asyncio would only log it, and close the socket
+            give_up("a message on a socket could not be handled", error)
 
     def _take(self, data: bytes) -> None:
         self._bytes += data
@@ -115,17 +115,17 @@ class MessageSocket(asyncio.Protocol):
 
 
 class Listener:
-    """Takes the line of one process that knows its address."""
+    """Takes the socket of one process that knows its address."""
 
     def __init__(self) -> None:
-        self.address = f"\0goaly-line-{os.urandom(16).hex()}"
+        self.address = f"\0goaly-{os.urandom(16).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.bind(self.address)
         self._socket.listen(1)
 
     async def take(self, received: Callable[[Any], None], ended: Callable[[], None]) -> MessageSocket:
-        """This end of the line, once the other process has opened it."""
+        """This end of the socket, once the other process has opened it."""
         loop = asyncio.get_running_loop()
         while True:
             end, _ = await loop.sock_accept(self._socket)  # a process that knows the address unblocks it
@@ -133,18 +133,18 @@ class Listener:
                 break
             end.close()
         self.close()
-        _, line = await loop.connect_accepted_socket(lambda: MessageSocket(received, ended), end)
-        return line
+        _, opened = await loop.connect_accepted_socket(lambda: MessageSocket(received, ended), end)
+        return opened
 
     def close(self) -> None:
-        """Take no line any more. To be called when no `take` runs: until then the event loop watches the socket."""
+        """Take none any more. To be called when no `take` runs: until then the event loop watches the socket."""
         self._socket.close()
 
 
 async def open_socket(address: str, received: Callable[[Any], None], ended: Callable[[], None]) -> MessageSocket:
-    """The line to the listener with this address; OSError if there is none on this host."""
-    _, line = await asyncio.get_running_loop().create_unix_connection(lambda: MessageSocket(received, ended), address)
-    return line
+    """The socket to the listener with this address; OSError if there is none on this host."""
+    _, opened = await asyncio.get_running_loop().create_unix_connection(lambda: MessageSocket(received, ended), address)
+    return opened
 
 
 def _written(descriptor: int, data: bytes) -> int:

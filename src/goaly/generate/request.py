@@ -65,10 +65,10 @@ class Sampling:
     structured_outputs: Mapping[str, Any] | None = None
     """The form of the answer's text: one of `json`, `json_object`, `regex`, `choice`, `grammar` and
     `structural_tag`, as in vLLM's `StructuredOutputsParams`. With a reasoning parser it begins after the reasoning,
-    unless that has ended in the prompt, or there is none: `at_once=True`. `template_args` override
+    unless the prompt ends it, or the answer has none: `at_once=True`. `template_args` override
     `chat.template_args` for that parser."""
     stop: str | Sequence[str] | None = None
-    """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of such a text
+    """Texts that end the answer, searched for in its whole text, special tokens included. The tokens of that text
     stay in the answer. The last one stays whole even if the text ends inside it."""
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the answer and are its last token. They replace the run's, which are the model's own by
@@ -173,7 +173,7 @@ class Request:
     streams: bool = False
     """Whether the client gets the answer's parts while it is sampled (`streamed_answer.py`)."""
     written: int = 0
-    """So many of the prompt's last tokens are the beginning of the answer, which another replica wrote."""
+    """The number of the prompt's last tokens that begin the answer; another replica wrote them."""
     begun_at: int | None = None
     """The version under which its conversation began; None: it begins with this request."""
 

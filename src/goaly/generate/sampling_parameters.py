@@ -32,7 +32,7 @@ def parameters(sampling: Sampling) -> SamplingParams:
 
 
 def limits_of(is_second_runner: bool) -> Callable[[Sampling], str | None]:
-    """A function that says what is too much in a request's sampling; None: nothing."""
+    """A function that names the parameter of a request that exceeds the model runner's limit; None: all are within."""
     if not is_second_runner:
         return lambda sampling: None
     from vllm.v1.worker.gpu.sample.logit_bias import (

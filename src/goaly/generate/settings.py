@@ -185,7 +185,7 @@ class SamplingSettings(Settings):
     """Fewest tokens of one answer: before, no stop token is drawn and no stop string ends it. For evaluations: it must
     be 0 in a run that trains, because forbidding stop tokens changes the distribution."""
     stop: list[Annotated[str, MinLen(1)]] = field(default_factory=list)
-    """Texts that end an answer, such as `["\\n\\n"]`. The tokens that contain such a text stay in the answer."""
+    """Texts that end an answer, such as `["\\n\\n"]`. The tokens of that text stay in the answer."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Tokens that end an answer, instead of the model's own; null: those in the model's `generation_config.json` and in
     its tokenizer."""

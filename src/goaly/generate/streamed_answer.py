@@ -16,7 +16,7 @@ from goaly.generate.request import Sample, Sampling, seed_of
 from goaly.generate.versioned_tokens import VersionedTokens
 
 OnPart = Callable[[VersionedTokens], None]
-"""Takes the next part of an answer, in the event loop. What it raises fails its request, alone."""
+"""Takes the next part of an answer, in the event loop. An error that it raises fails its own request only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +30,13 @@ class StreamedAnswer:
     """The number of tokens that the replicas before the present one wrote."""
 
     def rest(self, prompt: list[int], sampling: Sampling, min_version: int) -> tuple[Any, ...]:
-        """The arguments with which a `Connection` asks for what is missing, after the request's name. AnswerBroken if
-        the missing tokens would have another distribution."""
+        """The arguments of `Connection.submit`, after the name, for the missing tokens. AnswerBroken if those would
+        have another distribution."""
         self._begun = len(self.written.tokens)
         return [*prompt, *self.written.tokens], self._limited(sampling), min_version, self._take, self._begun
 
     def ended_by(self, sample: Sample) -> Sample:
-        """The whole answer; `sample` has what was missing."""
+        """The whole answer; `sample` has the missing tokens."""
         if not (begun := self._begun):
             return sample
         if sample.choices is not None:  # those of the beginning died with its replica

@@ -135,7 +135,8 @@ class VllmEngine:
         arguments = engine_arguments(
             settings, model, self._shape, seed=seed, records_choices=records_choices, lora=lora
         )
-        self._records_graphs = not arguments.enforce_eager
+        self.records_graphs = not arguments.enforce_eager
+        """Whether decode steps are recorded as CUDA graphs, which contain the addresses of the parameters."""
         unname_semaphores()
         if settings.tp > 1:
             leave_no_named_shared_memory()
@@ -174,11 +175,6 @@ class VllmEngine:
         if self._stream is not None:
             torch.cuda.set_device(self._vllm.model_executor.driver_worker.worker.device)
             torch.cuda.set_stream(self._stream)
-
-    @property
-    def records_graphs(self) -> bool:
-        """Whether decode steps are recorded as CUDA graphs, which contain the addresses of the parameters."""
-        return self._records_graphs
 
     def counter(self) -> SchedulingCounter:
         """Counts what vLLM's scheduler does from now on."""
@@ -227,7 +223,7 @@ class VllmEngine:
         `generator.async_scheduling` launch it, and read the one before."""
         ended, self._ended = self._ended, []
         if self._requests:
-            # Read from vLLM's core: its front end would add text and nested records to each token, which nobody needs.
+            # Read from vLLM's core: its front end would add text and nested records to each token, without use here.
             outputs = self._core.get_output().outputs
             if not outputs and not self._scheduler.running:
                 self._grammars.wait()

@@ -214,7 +214,7 @@ class TorchtitanForCausalLM(torch.nn.Module):
         return {f"model.{name}" for name in held if name not in unfilled}
 
     def weights_changed(self) -> None:
-        """Make what is computed from the parameters anew, after they were overwritten."""
+        """Pack the parameters again, after they were overwritten."""
         for pack in self._packs:
             pack()
 

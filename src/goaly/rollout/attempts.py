@@ -81,8 +81,8 @@ Serve = Callable[[Attempt], AbstractContextManager[Begun]]
 
 
 def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: float | None) -> Solve:
-    """Attempts of a script's episode, at most so many at once. One that raises, or takes longer than this, has failed;
-    the evaluation ends if its verifier does."""
+    """Attempts of a script's episode, at most `most` at once. One that raises, or takes longer than `seconds`, fails.
+    An error of its verifier ends the evaluation."""
     places = asyncio.Semaphore(most)
     failures = 0
 
@@ -123,7 +123,7 @@ def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: fl
 
 
 def by_chat(client: "openai.AsyncOpenAI", model: str, verify: Verifier, *, most: int) -> Solve:
-    """Attempts of one answer each, by OpenAI's API of chats, at most so many at once."""
+    """Attempts of one answer each, by OpenAI's API of chats, at most `most` at once."""
     import openai
 
     places = asyncio.Semaphore(most)

@@ -66,7 +66,9 @@ class EpisodeContext:
     def endpoint(self) -> "Endpoint":
         """Where an agent of this episode reaches the policy by HTTP; what it samples there is recorded in `chat`."""
         if self._endpoint is None:
-            raise EpisodeError("context.endpoint: there is none, set rollout.endpoint={} in the run's settings")
+            raise EpisodeError(
+                "context.endpoint: the run has no endpoint; set rollout.endpoint={} in the run's settings"
+            )
         return self._endpoint
 
     def render(self, prompt: Prompt) -> list[int]:

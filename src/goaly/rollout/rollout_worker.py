@@ -139,8 +139,7 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Load the parsers, and start the endpoint, the watchdog and the worker's own verifiers; what there is of them
-        is ready on return."""
+        """Load the parsers, and start the endpoint, the watchdog and the worker's own verifiers, if it has them."""
         await asyncio.to_thread(self._parser.load)
         if self._gateway is not None:
             await self._gateway.start(self._parser)

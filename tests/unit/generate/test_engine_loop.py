@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 from goaly.base import watchdog
 from goaly.base.errors import ReplicaLost
@@ -17,7 +16,10 @@ from goaly.generate.request import Finish, InvalidRequest, Request, Sample, Samp
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.versioned_tokens import VersionedTokens
 
+pytestmark = pytest.mark.timeout(20)
+
 SETTINGS = GeneratorSettings(on_update="keep", max_running=1000)
+ENDLESS = Sampling(max_tokens=10**9)
 
 
 class CountingEngine:
@@ -27,7 +29,7 @@ class CountingEngine:
         self.version = 0
         self.breaks = False
         self.threads: list[str] = []
-        self._written: dict[str, list[int]] = {}
+        self._written: dict[str, VersionedTokens] = {}
         self.begun_at: dict[str, int | None] = {}
         self._given: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
@@ -51,7 +53,7 @@ class CountingEngine:
     ) -> None:
         if (sampling.top_p or 0) > 1:
             raise ValueError(f"request {name}: top_p={sampling.top_p}")
-        self._written[name] = []
+        self._written[name] = VersionedTokens()
         self._wanted[name] = sampling.max_tokens
         self.begun_at[name] = begun_at
         if streams:
@@ -64,9 +66,8 @@ class CountingEngine:
     def parts(self) -> list[tuple[str, VersionedTokens]]:
         parts = []
         for name in self._given.keys() & self._written.keys():
-            versions = self._written[name][self._given[name] :]
-            self._given[name] += len(versions)
-            parts.append((name, VersionedTokens([7] * len(versions), [0.0] * len(versions), versions)))
+            parts.append((name, self._written[name].since(self._given[name])))
+            self._given[name] = len(self._written[name].tokens)
         return parts
 
     def cancel(self, names: list[str]) -> list[tuple[str, Sample]]:
@@ -76,9 +77,9 @@ class CountingEngine:
         assert self.threads[-1:] == [threading.current_thread().name], "a step on a thread that was not entered"
         if self.breaks:
             raise RuntimeError("the cache caught fire")
-        for versions in self._written.values():
-            versions.append(self.version)
-        full = [name for name, versions in self._written.items() if len(versions) == self._wanted[name]]
+        for written in self._written.values():
+            written.stamp([7], [0.0], self.version)
+        full = [name for name, written in self._written.items() if len(written.tokens) == self._wanted[name]]
         return [(name, self._end(name, Finish.LENGTH)) for name in full]
 
     def apply(self, fill: Callable[[], int]) -> int:
@@ -86,9 +87,8 @@ class CountingEngine:
         return self.version
 
     def _end(self, name: str, finish: Finish) -> Sample:
-        versions = torch.tensor(self._written.pop(name), dtype=torch.int32)
-        count = len(versions)
-        return Sample(tokens=torch.full((count,), 7), logprobs=torch.zeros(count), versions=versions, finish=finish)
+        written = self._written.pop(name)
+        return Sample.of(written.tokens, written.logprobs, written.versions, finish)
 
 
 @pytest.fixture
@@ -104,28 +104,22 @@ async def loop(engine):
     await loop.stop()
 
 
-ENDLESS = Sampling(max_tokens=10**9)
-
-
 def ask(loop: EngineLoop, name: str, max_tokens: int = 5, min_version: int = 0) -> asyncio.Task[Sample]:
     return asyncio.ensure_future(loop.generate(name, [1], Sampling(max_tokens=max_tokens), min_version=min_version))
 
 
-@pytest.mark.timeout(20)
 async def test_many_requests_at_once_all_get_their_own_sample(loop):
     samples = await asyncio.gather(*(ask(loop, str(n), max_tokens=n) for n in range(1, 300)))
     assert [len(sample.tokens) for sample in samples] == list(range(1, 300))
     assert loop.stats().tokens == sum(range(1, 300))
 
 
-@pytest.mark.timeout(20)
 async def test_an_engine_is_told_when_a_requests_conversation_began(loop):  # generate-4
     await loop.generate("new", [1], Sampling(max_tokens=1))
     await loop.generate("next", [1], Sampling(max_tokens=1), begun_at=4)
     assert loop._engine.begun_at == {"new": None, "next": 4}
 
 
-@pytest.mark.timeout(20)
 async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
     held = ask(loop, "held", min_version=2)
     assert (await ask(loop, "free")).versions.tolist() == [0] * 5
@@ -135,7 +129,6 @@ async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
     assert (await held).versions.tolist() == [2] * 5
 
 
-@pytest.mark.timeout(20)
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
     """generate-1"""
     parts: list[VersionedTokens] = []
@@ -161,7 +154,6 @@ async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_
     assert set(versions) == {0, 1}
 
 
-@pytest.mark.timeout(20)
 async def test_cancelling_ends_a_request_with_what_it_has_and_a_held_one_with_nothing(loop):
     running = asyncio.ensure_future(loop.generate("running", [1], ENDLESS, min_version=0))
     held = ask(loop, "held", min_version=9)
@@ -172,7 +164,6 @@ async def test_cancelling_ends_a_request_with_what_it_has_and_a_held_one_with_no
     assert len((await held).tokens) == 0
 
 
-@pytest.mark.timeout(20)
 async def test_giving_up_a_call_ends_its_request_in_the_engine(loop, engine):
     call = asyncio.ensure_future(loop.generate("given up", [1], ENDLESS, min_version=0))
     await ask(loop, "meanwhile")
@@ -183,22 +174,20 @@ async def test_giving_up_a_call_ends_its_request_in_the_engine(loop, engine):
     assert not engine.running
 
 
-@pytest.mark.timeout(20)
-async def test_a_request_that_the_engine_refuses_fails_alone(loop):
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "why"),
+    [
+        ([1], Sampling(max_tokens=1, top_p=3), InvalidRequest, "top_p=3"),  # some of vLLM's own do not unpickle
+        ([1, 99], Sampling(max_tokens=1), ValueError, "token id 99"),
+    ],
+    ids=["by the engine", "before it"],
+)
+async def test_a_request_that_is_refused_fails_alone_and_its_name_is_free(loop, prompt, sampling, error, why):
     running = ask(loop, "sound", max_tokens=1000)
-    with pytest.raises(InvalidRequest, match="top_p=3"):  # also vLLM's own errors, of which some do not unpickle
-        await loop.generate("broken", [1], Sampling(max_tokens=1, top_p=3), min_version=0)
+    for _ in range(2):
+        with pytest.raises(error, match=why):
+            await loop.generate("broken", prompt, sampling)
     assert len((await running).tokens) == 1000
-
-
-@pytest.mark.timeout(20)
-async def test_a_prompt_that_no_engine_can_continue_never_reaches_it_and_fails_alone(loop, engine):
-    running = ask(loop, "sound", max_tokens=1000)
-    with pytest.raises(ValueError, match="token id 99"):
-        await loop.generate("broken", [1, 99], Sampling(max_tokens=1), min_version=0)
-    assert len((await running).tokens) == 1000
-    with pytest.raises(ValueError, match="token id 99"):  # it is not under way: its id is free
-        await loop.generate("broken", [1, 99], Sampling(max_tokens=1), min_version=0)
 
 
 @dataclass
@@ -216,7 +205,6 @@ class Broken:
         raise ConnectionError("reset by peer")
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("link", "why"),
     [(None, "the cache caught fire"), (Broken(0), "reset by peer"), (Broken(1), "reset by peer")],
@@ -260,7 +248,6 @@ def works() -> list[str]:
     return [work.name for work in watchdog._watchdog.works.values()]
 
 
-@pytest.mark.timeout(20)
 async def test_steps_and_messages_to_ranks_are_work_that_may_get_stuck_but_waiting_for_commands_is_not(
     engine, monkeypatch
 ):
@@ -292,7 +279,6 @@ async def test_steps_and_messages_to_ranks_are_work_that_may_get_stuck_but_waiti
     assert {*map(tuple, stepping)} == {("the engine",)}
 
 
-@pytest.mark.timeout(20)
 async def test_closing_ends_what_is_still_running_with_an_error_that_says_so(engine):
     """generate-1"""
     loop = EngineLoop(engine, SETTINGS, lambda: 1)
@@ -305,7 +291,6 @@ async def test_closing_ends_what_is_still_running_with_an_error_that_says_so(eng
             await ended
 
 
-@pytest.mark.timeout(20)
 async def test_the_engine_prepares_the_thread_that_steps_it_before_the_first_call(engine, loop):
     """CUDA's current device is each thread's own: the engine was built in another thread than it is stepped in."""
     await ask(loop, "one")

@@ -26,15 +26,15 @@ def call(generator: Generator, endpoint: str, *arguments: Any) -> Awaitable[Any]
     return getattr(Generator, endpoint)._method.__wrapped__(generator, *arguments)
 
 
-def without_a_line(mark: ProcessMark) -> tuple[Ways, asyncio.Queue[Any]]:
-    """The ways of a client that has no line, and what is sent to it."""
+def from_elsewhere(mark: ProcessMark) -> tuple[Ways, asyncio.Queue[Any]]:
+    """The ways of a client on another host, and what is sent to it."""
     sent: asyncio.Queue[Any] = asyncio.Queue()
     port: Any = SimpleNamespace(send=sent.put_nowait)
     return Ways(mark, "\0nobody", port), sent
 
 
 async def test_before_the_start_a_request_ends_as_at_a_lost_replica(generator: Generator) -> None:
-    ways, sent = without_a_line(this_process())
+    ways, sent = from_elsewhere(this_process())
     connected = asyncio.ensure_future(call(generator, "connect", "client", ways))
     assert await sent.get() == []
     requests = [Request(name, [1], Sampling(), 0) for name in ("one", "other")]
@@ -73,7 +73,7 @@ async def test_the_requests_of_a_client_end_with_its_process_and_those_of_others
     )
     connected = []
     for name, mark in (("dies", process_mark(client.pid)), ("lives", this_process())):
-        ways, sent = without_a_line(mark)
+        ways, sent = from_elsewhere(mark)
         connected.append(asyncio.ensure_future(call(generator, "connect", name, ways)))
         assert await sent.get() == []
         requests = [Request(f"{name}.{index}", [1], Sampling(), 0) for index in range(3)]

@@ -23,9 +23,6 @@ def test_the_defaults_can_work():
     ("change", "line"),
     [
         ({"replicas": 0}, "generator.replicas=0: must be at least 1"),
-        ({"tp": 0}, "generator.tp=0: must be at least 1"),
-        ({"max_running": 0}, "generator.max_running=0: must be at least 1"),
-        ({"threads": 0}, "generator.threads=0: must be at least 1"),
         ({"max_context": 1}, "generator.max_context=1: must be at least 2"),
         ({"max_step_tokens": 8}, "generator.max_step_tokens=8: must be at least generator.max_running=128"),
         ({"kv_cache_gib": 0.0}, "generator.kv_cache_gib=0.0: must be above 0"),

@@ -1,4 +1,4 @@
-"""Lines between event loops of one process, and to processes that are killed or that belong to another user."""
+"""Sockets between event loops of one process, and to processes that are killed or that belong to another user."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ sys.stdin.read()
 
 
 class Received:
-    """What came on a line, and whether it has ended."""
+    """What came on a socket, and whether it has ended."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -120,7 +120,7 @@ async def test_what_only_cloudpickle_can_pickle_arrives_too() -> None:
     other.close()
 
 
-async def test_a_connection_that_ends_before_its_line_opens_leaves_nothing_in_the_event_loop() -> None:
+async def test_a_connection_that_ends_before_its_socket_opens_leaves_nothing_in_the_event_loop() -> None:
     refuses: Any = SimpleNamespace(
         connect=SimpleNamespace(call_one=AsyncMock(side_effect=OSError("no route"))),
         tell=SimpleNamespace(broadcast=Mock()),
@@ -138,7 +138,7 @@ async def test_a_connection_that_ends_before_its_line_opens_leaves_nothing_in_th
         connection.close()
 
 
-async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends_its_own_request() -> None:
+async def test_what_waited_for_the_socket_can_be_withdrawn_and_a_refused_part_ends_its_own_request() -> None:
     asked: asyncio.Future[Ways] = asyncio.get_running_loop().create_future()
 
     async def connect(name: str, ways: Ways) -> None:
@@ -150,7 +150,7 @@ async def test_what_waited_for_the_line_can_be_withdrawn_and_a_refused_part_ends
     turns = [connection.wait_turn(name) for name in ("never sent", "suspect")]
     connection.cancel("never sent")  # generate-2
     there = Received()
-    line = await open_socket((await asked).line, there.messages.put_nowait, there.end)
+    line = await open_socket((await asked).socket, there.messages.put_nowait, there.end)
     suspect = (await there.messages.get()).request_id
     assert own_name(suspect) == "suspect"
     connection.cancel("suspect")
@@ -187,7 +187,7 @@ async def test_a_message_that_cannot_be_handled_ends_the_process(monkeypatch: py
     other.close()
 
 
-async def test_the_end_of_a_killed_process_ends_its_line() -> None:
+async def test_the_end_of_a_killed_process_ends_its_socket() -> None:
     here, listener = Received(), Listener()
     with caller(listener.address, os.getuid()) as process:
         await listener.take(here.messages.put_nowait, here.end)
@@ -199,7 +199,7 @@ async def test_the_end_of_a_killed_process_ends_its_line() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-async def test_a_process_of_another_user_gets_no_line() -> None:
+async def test_a_process_of_another_user_gets_no_socket() -> None:
     here, listener = Received(), Listener()
     taken = asyncio.ensure_future(listener.take(here.messages.put_nowait, here.end))
     with caller(listener.address, 65534) as stranger:

@@ -181,18 +181,6 @@ async def test_an_announcement_of_the_same_names_keeps_the_lines_and_asks_nothin
     assert await task == "one"
 
 
-async def test_a_replacement_has_another_name_and_gets_a_connection_of_its_own() -> None:
-    fleet = Fleet()
-    router = fleet.router()
-    announce(router, ["generator-0"])
-    fleet["generator-0"].gate.clear()
-    task = asyncio.create_task(ask(router))
-    await settled()
-    announce(router, ["generator-0-1"])
-    assert await task == "generator-0-1"
-    assert fleet["generator-0"].connections[0].closed
-
-
 async def test_with_no_replica_requests_wait_for_one() -> None:
     router, one, _ = one_and_two()
     task = asyncio.create_task(ask(router))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from goaly.agents.answer_parser import AnswerParser
 from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.ledger import State
-from goaly.base.config.check import check
 from goaly.generate.request import Finish, Sample, Sampling, seed_of
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
@@ -149,14 +148,14 @@ async def test_an_episode_may_make_several_trajectories_which_count_as_one_sampl
     assert await run.evaluate(PROMPT, 2) == [0.5, 1.0]
 
 
-async def test_an_episode_without_a_trajectory_fails_its_group():
-    async def nothing(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
-        return []
+@pytest.mark.parametrize("made", [[], Episode(PROMPT, [1])], ids=["no trajectory", "Episode"])
+async def test_an_episode_that_returns_something_else_than_trajectories_fails_its_group(made, request):
+    async def episode(prompt: Prompt, context: EpisodeContext):
+        return made
 
-    summary = await runner(FakeSampler(), FakeQueue(), nothing).run(TICKET, PROMPT)
-    assert (
-        summary.failed == "prompt q1: EpisodeError: the episode returned no trajectory, must be a Trajectory or several"
-    )
+    summary = await runner(FakeSampler(), FakeQueue(), episode).run(TICKET, PROMPT)
+    returned = f"the episode returned {request.node.callspec.id}"
+    assert summary.failed == f"prompt q1: EpisodeError: {returned}, must be a Trajectory or several"
 
 
 async def test_a_group_of_which_nothing_can_be_trained_fails():
@@ -245,14 +244,6 @@ async def test_a_group_that_the_queue_does_not_train_is_rejected():
 async def test_a_request_that_was_cancelled_elsewhere_fails_the_group():
     summary = await runner(FakeSampler(finish=Finish.CANCELLED), FakeQueue()).run(TICKET, PROMPT)
     assert "request 4.0.0 was cancelled at the generator" in summary.failed
-
-
-async def test_an_episode_that_returns_something_else_is_named():
-    async def forgets_to_finish(prompt: Prompt, context: EpisodeContext):
-        return Episode(prompt, context.render(prompt))
-
-    summary = await runner(FakeSampler(), FakeQueue(), forgets_to_finish).run(TICKET, PROMPT)
-    assert summary.failed == "prompt q1: EpisodeError: the episode returned Episode, must be a Trajectory or several"
 
 
 @settings(max_examples=40, deadline=None)
@@ -442,16 +433,3 @@ async def test_an_episode_encodes_texts_and_continues_its_chat_with_the_prompts_
     prompt = replace(PROMPT, tools=({"name": "add"},))
     await runner(FakeSampler(), queue, converse, group_size=1).run(TICKET, prompt)
     assert bytes(queue.groups[0].samples[0].tokens["tokens"].tolist()) == b"abcT?d51d81Rok"
-
-
-def test_settings_that_cannot_work_are_listed_with_their_keys():
-    assert check(RolloutSettings, {"workers": 0}, "rollout")[1] == ["rollout.workers=0: must be at least 1"]
-
-
-@pytest.mark.parametrize("error", [ExceptionGroup("several", [ValueError("first"), ValueError("second")])])
-async def test_of_several_errors_the_first_is_named(error):
-    async def breaks(prompt: Prompt, context: EpisodeContext) -> Trajectory:
-        raise error
-
-    summary = await runner(FakeSampler(), FakeQueue(), breaks).run(TICKET, PROMPT)
-    assert summary.failed == "prompt q1: ValueError: first"
