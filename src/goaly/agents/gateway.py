@@ -89,20 +89,16 @@ class Gateway(HttpServer):
 
     async def check(self, key: str, headers: Mapping[str, str]) -> None:
         """Raise a Refusal if no open session has this key; wait for one that is about to go on here."""
-        if (awaited := self._awaited.get(key)) is not None and self._goes_on(key):
+        if (awaited := self._awaited.get(key)) is not None:
+            if self._files is None or not self._files.goes_on(self._begun[key]):  # its group ended in another worker
+                del self._awaited[key]
+                self.session(key)
             try:
                 await asyncio.wait_for(awaited.wait(), REOPEN_SECONDS)
             except TimeoutError:
                 not_yet = "the session of this key does not go on yet; ask again"
                 raise Refusal(not_yet, HTTPStatus.SERVICE_UNAVAILABLE, "session_not_ready") from None
         self.session(key)
-
-    def _goes_on(self, key: str) -> bool:
-        """Whether the group of an awaited session has not ended: in another worker, or because the run dropped it."""
-        if self._files is not None and self._files.goes_on(self._begun[key]):
-            return True
-        del self._awaited[key]
-        return False
 
     def session(self, key: str, path: str = "", body: bytes = b"", repeats: Repeats | None = None) -> HttpSession:
         """The session of this key (agents-8)."""

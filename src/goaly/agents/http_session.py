@@ -137,6 +137,11 @@ class HttpSession:
     _counts: dict[str, int] = field(default_factory=dict, init=False)
     _by_id: dict[str, Call] = field(default_factory=dict, init=False)
 
+    @property
+    def id(self) -> str:
+        """The name of the session in URLs."""
+        return self.policy.name
+
     def __post_init__(self) -> None:
         for recorded in self.session.keys:  # by an earlier worker, whose answers may not have arrived
             key = recorded.partition("/")[0]
@@ -231,12 +236,8 @@ class HttpSession:
 
     def recorded(self, call: Call) -> list[RecordedTurn]:
         """The turns that answered the call; none if it has not been answered."""
-        return self.turns_of(call.key)
-
-    def turns_of(self, key: str) -> list[RecordedTurn]:
-        """The recorded answers of the call with this key."""
         found = []
-        while (turn := self.session.turn_of(f"{key}/{len(found)}")) is not None:
+        while (turn := self.session.turn_of(f"{call.key}/{len(found)}")) is not None:
             found.append(turn)
         return found
 
@@ -251,11 +252,6 @@ class HttpSession:
             if call.work is not None:
                 call.work.cancel()
 
-    @property
-    def id(self) -> str:
-        """The name of the session in URLs."""
-        return self.policy.name
-
     def _new_call(self, key: str, request: str) -> Call:
         made = blake2b(key.encode(), key=self.secret.encode(), digest_size=12).hexdigest()
         call = self._calls[key] = Call(key, request, made)
@@ -265,39 +261,37 @@ class HttpSession:
     async def _sampled(self, call: Call, ask: Ask) -> list[RecordedTurn]:
         known = self.recorded(call)  # fewer than it asks for, if a worker died between two records
         with self.session.sampling(ask.answers - len(known), trained=ask.trained):
-            sampling = self._sampling(ask)
-            wanted = list(_seeded(sampling, ask.answers))[len(known) :]
+            sampling, numbers = self._sampling(ask), range(len(known), ask.answers)
             if ask.streams:
-                call.streams = {number: self._stream(call, ask, sampling) for number in range(len(known), ask.answers)}
-            streams = [call.streams.get(number) for number in range(len(known), ask.answers)]
+                call.streams = {number: self._stream(call, ask, sampling) for number in numbers}
+            streams = [call.streams.get(number) for number in numbers]
             try:
                 async with asyncio.TaskGroup() as samples:
                     sampled = [
                         samples.create_task(
                             self.policy.sample(
                                 ask.continuation.prompt,
-                                each,
+                                sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number),
                                 trained=ask.trained,
                                 most_tokens=self.session.tokens_left,
                                 on_part=None if stream is None else stream.wrote,
                             )
                         )
-                        for each, stream in zip(wanted, streams, strict=True)
+                        for number, stream in zip(numbers, streams, strict=True)
                     ]
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
             return known + [
                 self._record(call, ask, number, one.result(), stream)
-                for number, (one, stream) in enumerate(zip(sampled, streams, strict=True), len(known))
+                for number, one, stream in zip(numbers, sampled, streams, strict=True)
             ]
 
     def _stream(self, call: Call, ask: Ask, sampling: Sampling) -> AnswerStream:
-        stops = self.policy.sampling.changed(sampling).stop or ()
         return self.parser.stream(
             ask.tools,
             choice=ask.choice,
             plain=ask.plain,
-            stops=stops,
+            stops=self.policy.sampling.changed(sampling).stop or (),
             on_piece=call.changes,
             template_args=ask.continuation.request.template_args,
         )
@@ -342,9 +336,3 @@ class HttpSession:
 def request_digest(path: str, body: bytes) -> str:
     """The same for equal requests."""
     return blake2b(path.encode() + b"\0" + body, digest_size=16).hexdigest()
-
-
-def _seeded(sampling: Sampling, answers: int) -> Iterator[Sampling]:
-    """The sampling of each answer: with a seed, each has its own."""
-    for number in range(answers):
-        yield sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number)

@@ -13,9 +13,7 @@ from typing import Any, cast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -127,18 +125,8 @@ class _SessionRenderer(OnlineRenderer):
         continuation = await beside([said, tools], extend)
         exchange.served.parser.check_template_args(continuation.request.template_args)
         request, tools = allowed(request, tools)
-        exchange.ask = Ask(
-            continuation=continuation,
-            tools=tools,
-            given=given(request),
-            answers=getattr(request, "n", 1) or 1,
-            choice=choice_of(request),
-            one_call=request.parallel_tool_calls is False,
-            structured_outputs=exchange.served.parser.structured_outputs(request, continuation.request),
-            streams=bool(request.stream),
-            trained=exchange.trained,
-        )
-        return [], [_prompt(continuation, room)]
+        one_call = request.parallel_tool_calls is False
+        return [], [_asked(request, continuation, room, tools=tools, choice=choice_of(request), one_call=one_call)]
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False
@@ -150,22 +138,23 @@ class _SessionRenderer(OnlineRenderer):
         room = partial(exchange.served.check_room, exchange.call, parameter="prompt", trained=exchange.trained)
         extend = partial(exchange.served.session.extend_text, prompt_input, room)
         continuation = await beside(prompt_input if isinstance(prompt_input, str) else "", extend)
-        exchange.ask = Ask(
-            continuation=continuation,
-            tools=(),
-            given=given(request),
-            answers=request.n or 1,
-            plain=True,
-            structured_outputs=exchange.served.parser.structured_outputs(request, None),
-            streams=bool(request.stream),
-            trained=exchange.trained,
-        )
-        return [_prompt(continuation, room)]
+        return [_asked(request, continuation, room, tools=(), plain=True)]
 
 
-def _prompt(continuation: Continuation, room: Room) -> Any:
-    """The prompt of the request under way. Refuses it before vLLM checks its length."""
-    prompt = list(continuation.prompt)
+def _asked(request: Any, continuation: Continuation, room: Room, *, plain: bool = False, **facts: Any) -> Any:
+    """The prompt of the request under way, which becomes that of its exchange. Refuses it before vLLM checks its
+    length."""
+    exchange, prompt = EXCHANGE.get(), list(continuation.prompt)
+    exchange.ask = Ask(
+        continuation=continuation,
+        given=given(request),
+        answers=getattr(request, "n", 1) or 1,
+        plain=plain,
+        structured_outputs=exchange.served.parser.structured_outputs(request, None if plain else continuation.request),
+        streams=bool(request.stream),
+        trained=exchange.trained,
+        **facts,
+    )
     room(len(prompt))
     return tokens_input(prompt)
 

@@ -273,8 +273,9 @@ async def test_an_answer_ends_at_the_limit_of_its_sessions_tokens(chats: dict[st
 
 
 async def test_messages_that_cannot_fit_are_refused_before_they_are_tokenized_and_mark_the_session(
-    chats: dict[str, ChatTokenizer],
+    chats: dict[str, ChatTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ChatTokenizer, "fewest_tokens", lambda _, text: len(text) // 16)
     chat, _ = chat_with(chats["hermes"], "one")
     said = [user("a")]
     said.append(await chat.say(said))

@@ -329,7 +329,10 @@ async def test_a_full_context_is_an_error_that_clients_of_each_api_know_and_mark
         ("/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a" * 200_000}]}),
     ],
 )
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serve: Serve, path: str, body: Any) -> None:
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    serve: Serve, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatTokenizer, "fewest_tokens", lambda _, text: len(text) // 16)
     with serve() as served:
         async with httpx.AsyncClient(headers={"x-api-key": served.endpoint.api_key}) as client:
             response = await client.post(f"{served.endpoint.base_url}{path}", json={"model": "m", **body})
