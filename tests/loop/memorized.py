@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from apps.agent.tasks import ADD, LARGEST
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.prompts.documents import chat_document
 from goaly.prompts.files import read_messages
+from goaly.prompts.supervised import chat_document
 from goaly.prompts.tokenizer import ChatTokenizer
 
 STEPS = 160

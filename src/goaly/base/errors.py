@@ -1,20 +1,5 @@
 """The errors that goaly raises on purpose.
 
-    GoalyError
-    ├── ConfigError        the user's settings are wrong; has every problem in one message
-    ├── SchemaError        token data violates the trajectory schema; names the key
-    ├── EpisodeError       a script's episode failed; names the prompt and the cause
-    ├── WeightsError       the weight store's protocol was violated, or its data is unavailable
-    │   └── WritersGone    no newer weights will come
-    ├── CorruptLog         a run's log is damaged; names the file and the offset
-    ├── ReplicaLost        a replica died or was closed; its requests may be retried elsewhere
-    ├── Lost               a process of a role died during a call, which can be made again (run/replaceable_actors.py)
-    ├── ParityError        trainer and sampler gave a token different log-probs; names the token and both
-    ├── PoisonRequest      replicas keep dying while they run this request; it is not retried
-    ├── AnswerBroken       a replica died in the middle of a streamed answer that cannot go on elsewhere
-    ├── ForeignError       an error of another library, as text
-    └── RunFailed          a failure ended the run; names the actor, the endpoint and the cause
-
 They cross actor boundaries, so all of them pickle. Errors of other libraries need not: `portable` makes text of them.
 """
 
@@ -37,11 +22,11 @@ class ConfigError(GoalyError, ValueError):
 
 
 class SchemaError(GoalyError, ValueError):
-    """Token data violates the trajectory schema."""
+    """Token data violates the trajectory schema; names the key."""
 
 
 class EpisodeError(GoalyError):
-    """A script's episode coroutine failed."""
+    """A script's episode failed; names the prompt and the cause."""
 
 
 class WeightsError(GoalyError):
@@ -53,7 +38,7 @@ class WritersGone(WeightsError):
 
 
 class CorruptLog(GoalyError):
-    """A run's log is damaged where it was known to be on disk."""
+    """A run's log is damaged where it was known to be on disk; names the file and the offset."""
 
 
 class ReplicaLost(GoalyError):
@@ -69,11 +54,11 @@ class AnswerBroken(GoalyError):
 
 
 class ParityError(GoalyError):
-    """Trainer and sampler gave a token different log-probs in a run with bitwise numerics."""
+    """Trainer and sampler gave a token different log-probs in a run with bitwise numerics; names the token and both."""
 
 
 class RunFailed(GoalyError):
-    """A failure ended the run."""
+    """A failure ended the run; names the actor, the endpoint and the cause."""
 
 
 class ForeignError(GoalyError):

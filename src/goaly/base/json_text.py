@@ -1,7 +1,5 @@
 """JSON text: append-only files of JSON lines, and JSON that others wrote (a policy, a client, a tool, an environment).
 
-A file that can't be opened raises at once, before training starts.
-
 A line is one `write` to a file opened for appending, so lines of several processes never interleave. Half a line, which
 a full disk or a crash left, is removed: at once, or when the file is opened again. Only that line is lost. Writing and
 closing never raise, and wait for nothing but the kernel's page cache. When the disk is full, the failure is logged
@@ -35,6 +33,7 @@ class LineFile:
     """A file of JSON lines for appending. Threads and processes may share it."""
 
     def __init__(self, path: str | Path):
+        """A file that can't be opened raises at once, before training starts."""
         self.path = Path(path)
         self.lost = 0
         self._lock = threading.Lock()

@@ -1,21 +1,11 @@
 """Processes: their start and end, their identity on any host, and a watch that reports the end of another one.
 
-An exception in one of goaly's own event loop callbacks ends the process; in the controller it ends the run. An
-exception in another library's callback is only logged, as by default: some libraries raise and continue.
-
-On the watcher's own host the kernel reports the end at once. A process elsewhere sends a pulse every `PULSE_SECONDS`,
-and counts as ended when it has been silent for `SILENT_SECONDS`.
-
-`on_exit` is called once, however the process ended, and never after `close`. The watcher counts silence in ticks of its
-own event loop. A stall of the watcher counts as one tick, however long it lasts: a process whose pulses wait in the
-watcher's queue does not count as ended.
-
-    base-1: A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at
-        once. Its owner notices the death, and replaces the process or ends the run. No process stays alive after it has
-        failed.
-    base-2: SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses
-        of that process do not inherit this.
-    base-3: A process id that was reused is not mistaken for the first process: its start time differs.
+base-1: A process whose engine, link, weight follower or thread cannot continue logs the reason and exits at
+    once. Its owner notices the death, and replaces the process or ends the run. No process stays alive after it has
+    failed.
+base-2: SIGINT and SIGTERM do not end a process that the controller spawned: the controller ends it. Subprocesses
+    of that process do not inherit this.
+base-3: A process id that was reused is not mistaken for the first process: its start time differs.
 """
 
 import asyncio
@@ -185,8 +175,8 @@ def give_up_when_a_thread_fails() -> None:
 
 
 def give_up_when_a_callback_fails() -> None:
-    """End this process from now on when a callback of goaly's raises in a new event loop. Each actor has its own
-    event loop."""
+    """End this process from now on when a callback of goaly's raises in a new event loop; each actor has its own. An
+    exception in another library's callback is only logged, as by default: some libraries raise and continue."""
 
     class Policy(asyncio.DefaultEventLoopPolicy):
         def new_event_loop(self) -> asyncio.AbstractEventLoop:
@@ -310,7 +300,10 @@ class ExitWatch:
 
 
 class SilenceWatch:
-    """Calls `on_exit` on the running event loop after `seconds` without a `beat`, counted in ticks."""
+    """Calls `on_exit` on the running event loop after `seconds` without a `beat`, counted in ticks of that loop.
+
+    A stall of the loop counts as one tick, so a process whose pulses wait in this one's queue does not count as ended.
+    """
 
     def __init__(
         self, on_exit: Callable[[], None], seconds: float = SILENT_SECONDS, *, tick_seconds: float = PULSE_SECONDS
@@ -342,7 +335,10 @@ Watch = ExitWatch | SilenceWatch
 
 
 def watch(mark: ProcessMark, on_exit: Callable[[], None]) -> Watch:
-    """A watch that calls `on_exit` on the running event loop when this process, on any host, has ended."""
+    """A watch that calls `on_exit` once when this process, on any host, has ended, and never after `close`.
+
+    On this host the kernel reports the end at once. A process elsewhere sends a pulse every `PULSE_SECONDS`, and counts
+    as ended when it has been silent for `SILENT_SECONDS`."""
     return ExitWatch(mark, on_exit) if mark.host == this_host() else SilenceWatch(on_exit)
 
 

@@ -1,20 +1,14 @@
 """Ends a process that is alive but makes no progress: its event loop is blocked, or a piece of its work does not end.
 
-An episode that calls something synchronous (`time.sleep`, a blocking client, an endless computation) stops every other
-episode of its worker. `LoopWatchdog` pings the event loop from a thread of its own.
-
-A step that waits in native code, or in a collective for a rank that is stuck, waits for ever. Code that works on a
-thread says so, and `WorkWatchdog` looks at all pieces of work of the process:
+An episode that calls something synchronous stops every other episode of its worker: `LoopWatchdog` pings the event loop
+from a thread of its own. A step that waits in native code, or in a collective for a rank that is stuck, waits for ever:
+code that works on a thread says so, and `WorkWatchdog` looks at all pieces of work of the process.
 
     with Work("train"):
         …
 
 Both log the stack of the thread while they wait, and end the process at the limit (base-1); its owner then replaces
 it. Code that holds the interpreter's lock stops their threads too; the run's heartbeats detect that.
-
-Time during which the whole process was stopped does not count: the limit is divided into parts, and however long one
-wait takes it counts as one part. While nothing is being worked on, the thread of the work's watchdog sleeps until
-something is. A process that never works has no such thread.
 
     base-4: A piece of work that makes no progress for `hosts.stuck_seconds` ends its process, after that time and
         one part more at the latest. Waiting for work is no work.
@@ -33,7 +27,8 @@ from goaly.base.process import give_up
 logger = logging.getLogger(__name__)
 
 PARTS = 8
-"""A limit is divided into this many parts."""
+"""A limit is divided into this many parts. However long a wait takes, it counts as one: time during which the whole
+process was stopped does not count."""
 
 
 class PartedLimit:
@@ -87,7 +82,9 @@ class LoopWatchdog:
 
 
 class WorkWatchdog:
-    """Ends the process if a piece of its work makes no progress for longer than the limit."""
+    """Ends the process if a piece of its work makes no progress for longer than the limit.
+
+    Its thread starts with the first piece of work, and sleeps while there is none."""
 
     def __init__(self, limit_seconds: float):
         self._limit = PartedLimit(limit_seconds, "hosts.stuck_seconds")

@@ -1,13 +1,6 @@
 """The protocol of environments, in the shape of OpenEnv: `reset`, `step`, `close`; and what ends an episode in one.
 
 Tasks, actions and observations are JSON: an environment may be another program.
-
-    EnvironmentFailed      an EpisodeError: the episode cannot go on
-    ├── ActionRefused      the environment refused this action, and goes on: the script may answer the policy
-    ├── Unsent             the request had no effect, or may be made again: `LimitedEnvironment` retries it
-    ├── Disconnected       the connection broke
-    ├── EnvironmentTimeout a call, or the whole episode, exceeded its time limit
-    └── EnvironmentDied    its process ended; says how, and what its log says at the end
 """
 
 from collections.abc import Mapping
@@ -18,15 +11,15 @@ from goaly.base.errors import EpisodeError
 
 
 class EnvironmentFailed(EpisodeError):
-    """An environment could not answer."""
+    """The episode cannot go on, because of its environment."""
 
 
 class ActionRefused(EnvironmentFailed):
-    """The environment refused this action; its episode goes on."""
+    """The environment refused this action; its episode goes on, and the script may answer the policy."""
 
 
 class Unsent(EnvironmentFailed):
-    """The request had no effect, or has the same effect again: it may be retried."""
+    """The request had no effect, or has the same effect again: `LimitedEnvironment` retries it."""
 
 
 class Disconnected(EnvironmentFailed):
@@ -38,7 +31,7 @@ class EnvironmentTimeout(EnvironmentFailed):
 
 
 class EnvironmentDied(EnvironmentFailed):
-    """The environment's process ended."""
+    """The environment's process ended; says how, and what its log says at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

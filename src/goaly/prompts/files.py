@@ -8,8 +8,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from goaly.prompts.blocks import POOL_BLOCKS, Block, FileRecord, Location, blocks_of, read_block
-from goaly.prompts.distinct import distinct_records, value_of
+from goaly.prompts.blocks import (
+    POOL_BLOCKS,
+    Block,
+    FileRecord,
+    Location,
+    blocks_of,
+    distinct_records,
+    read_block,
+    value_of,
+)
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ColumnSettings
 from goaly.prompts.template import text_of

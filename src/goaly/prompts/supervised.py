@@ -1,12 +1,14 @@
-"""Endless, seeded, resumable batches of packed supervised documents, over torchdata's nodes.
+"""Supervised documents (tokens, and a mask of the trained ones), and endless, resumable batches of them as packed rows.
 
-Each batch takes the next documents; the first one that does not fit opens the next batch.
+Exactly the assistant's text with its stop token is trained. The tokens before it are those of a prompt that asks the
+policy for it. Each batch takes the next documents; the first one that does not fit opens the next batch.
 A document is in one row, not split, and every document of the order is in exactly one batch. No document shows the
 answer to a problem that a run with the same held-out share holds out (prompts-1).
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -16,9 +18,8 @@ from torchdata.nodes import BaseNode
 
 from goaly.base.errors import ConfigError
 from goaly.prompts.blocks import Block, Location, ShuffledFiles, blocks_of, fingerprint_of, read_block
-from goaly.prompts.documents import ASSISTANT, Document, chat_document, plain_document
 from goaly.prompts.files import read_messages, read_tools
-from goaly.prompts.prompt import SPLIT_KEY, Message, Split, split_key_of, split_of_key
+from goaly.prompts.prompt import ASSISTANT, SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import TaskPrompts, refuse_other
 from goaly.prompts.tasks.arithmetic import Arithmetic
@@ -26,6 +27,66 @@ from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows, pack_rows
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One example to imitate; `location` names its origin in errors."""
+
+    location: Location | str
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def chat_document(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Message],
+    location: Location | str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Document:
+    """A chat whose assistant messages are trained."""
+    text, tokens, trained = "", [], []
+    for index, message in enumerate(messages):
+        if message.role != ASSISTANT:
+            continue
+        question = tokenizer.render_text(messages[:index], add_generation_prompt=True, tools=tools)
+        answered = tokenizer.render_text(messages[: index + 1], add_generation_prompt=False, tools=tools)
+        if not question.startswith(text) or not answered.startswith(question):
+            raise ValueError(
+                f"{location}: with message {index} the chat template renders the messages before it differently; "
+                "split the chat so that each document has one assistant message"
+            )
+        context = tokenizer.encode(question[len(text) :])
+        answer = tokenizer.encode(answered[len(question) :])
+        tokens += context + answer
+        trained += [False] * len(context) + _until_stop(answer, tokenizer.stop_token_ids)
+        text = answered
+    if not any(trained):
+        raise ValueError(f"{location}: has no assistant message to train on")
+    return _untrained_first(location, tokens, trained)
+
+
+def plain_document(tokenizer: ChatTokenizer, prompt: str, completion: str, location: Location | str) -> Document:
+    """A text and its completion, without chat template; the completion and a stop token are trained."""
+    context = tokenizer.encode(prompt)
+    answer = tokenizer.encode(completion) + list(tokenizer.stop_token_ids[:1])
+    if not answer:
+        raise ValueError(f"{location}: the completion is empty")
+    return _untrained_first(location, context + answer, [False] * len(context) + [True] * len(answer))
+
+
+def _until_stop(answer: Sequence[int], stop_token_ids: Sequence[int]) -> list[bool]:
+    """True up to the last stop token; templates may write line breaks after it, which the policy never writes."""
+    last = max((place for place, token in enumerate(answer) if token in stop_token_ids), default=len(answer) - 1)
+    return [place <= last for place in range(len(answer))]
+
+
+def _untrained_first(location: Location | str, tokens: Sequence[int], trained: Sequence[bool]) -> Document:
+    """The document, of which the first token is not trained: nothing predicts it."""
+    return Document(location=location, tokens=tuple(tokens), trained=(False, *trained[1:]))
 
 
 class Demonstrations(BaseNode[Document]):

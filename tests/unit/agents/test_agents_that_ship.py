@@ -24,10 +24,10 @@ from goaly.agents.chat import Chat
 from goaly.agents.gateway import Gateway
 from goaly.agents.settings import EndpointSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.prompts.documents import chat_document
 from goaly.prompts.files import read_messages
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import ChatSettings
+from goaly.prompts.supervised import chat_document
 from goaly.prompts.tokenizer import ChatTokenizer
 
 one_loop = pytest.mark.asyncio(loop_scope="module")

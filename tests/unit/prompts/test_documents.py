@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.models.tiny_model import CHARACTERS, write_tiny_tokenizer
-from goaly.prompts.documents import Document, chat_document, plain_document
 from goaly.prompts.prompt import Message
+from goaly.prompts.supervised import Document, chat_document, plain_document
 from goaly.prompts.tokenizer import ChatTokenizer
 
 texts = st.text(alphabet=CHARACTERS, max_size=12)

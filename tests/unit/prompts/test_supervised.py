@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torchdata.nodes import BaseNode
 
 from goaly.base.errors import ConfigError
-from goaly.prompts.documents import Document
 from goaly.prompts.mixture import distinct_prompts
 from goaly.prompts.prompt import Split, split_of_key
 from goaly.prompts.settings import ArithmeticSettings, PromptSettings, SupervisedSettings
 from goaly.prompts.stream import PromptStream
-from goaly.prompts.supervised import RowStream, is_held_out, row_stream
+from goaly.prompts.supervised import Document, RowStream, is_held_out, row_stream
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows
 

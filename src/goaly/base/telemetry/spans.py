@@ -7,12 +7,9 @@ a span costs some hundred nanoseconds and records nothing. `base/telemetry/perfe
         …
         pull.note(bytes=copied)
 
-The clock is `time.time_ns()`, which all processes of a host share. Spans are buffered and written a few hundred at a
-time, or with the first span that ends a second after the last write, so a killed process loses about a second. Spans
-that can't be written are lost, with one warning (see `base/json_text.py`).
-
-`span` is safe in threads and asyncio tasks: a span records its thread and task, and shares no state. A span records the
-type of an exception and lets it pass. A forked child starts unconfigured, and records no spans of its parent.
+The clock is `time.time_ns()`, which all processes of a host share. Spans are written a few hundred at a time, or with
+the first one that ends a second after the last write, so a killed process loses about a second. `span` is safe in
+threads and asyncio tasks. A forked child records no spans.
 """
 
 import asyncio

@@ -4,9 +4,8 @@ W&B's own step must never decrease, but an evaluation may end after newer steps.
 `policy_version`, which W&B uses as the step of all metrics.
 
 Nothing here ends a run or keeps it waiting: a thread makes all calls of W&B. A failure there, or a W&B that is too
-slow, costs records in W&B and one warning; `metrics.jsonl` has them all. A server that does not answer delays the end
-of a run by a few seconds, because W&B's process is killed then. All starts of a run are one run of W&B: its id is in
-the run folder.
+slow, costs records in W&B and one warning; `metrics.jsonl` has them all. All starts of a run are one run of W&B: its id
+is in the run folder.
 """
 
 import logging
