@@ -17,6 +17,8 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MODULE = re.compile(r"(?:python|bin/python) -m ([\w.]+)")
 FILE = re.compile(r"(?<![\w/.{}-])((?:src|apps|bench|configs|docs|tests|constraints)/[\w./-]*[\w-])(?![\w/*{])")
 SOURCE = re.compile(r"`([a-z_]+(?:/[a-z_]+)*\.py)`")
+PAST = re.compile(r"`[^`]+` of commit `\w+`")
+"""A file of the past, such as the program of an experiment."""
 TARGET = re.compile(r"(?:^|`)\s*make ([a-z]+)", re.MULTILINE)
 
 
@@ -36,13 +38,13 @@ def test_modules_of_commands_exist(page: Path):
 
 
 def test_files_that_are_named_exist(page: Path):
-    named = sorted(set(FILE.findall(page.read_text())))
+    named = sorted(set(FILE.findall(PAST.sub("", page.read_text()))))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_source_files_that_are_named_exist(page: Path):
     folders = [ROOT, ROOT / "src" / "goaly", *(ROOT / "src" / "goaly").iterdir()]
-    named = sorted(set(SOURCE.findall(page.read_text())))
+    named = sorted(set(SOURCE.findall(PAST.sub("", page.read_text()))))
     tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
     assert [name for name in named if name not in tests and not any((here / name).exists() for here in folders)] == []
 
