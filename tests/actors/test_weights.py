@@ -236,19 +236,6 @@ async def test_matrices_are_cast_on_the_way(ranks) -> None:
             assert torch.equal(tensor, published.bfloat16().float() if published.ndim > 1 else published), name
 
 
-async def test_no_pull_is_torn_while_the_trainer_runs_ahead_of_slow_and_fast_readers(ranks) -> None:
-    versions = 250
-    trainer, generator = await joined(ranks, "fsdp", None, shapes=LARGE)
-    fast, slow = generator.slice(procs=0), generator.slice(procs=1)
-    _, (fast_pulls, fast_torn), (slow_pulls, slow_torn) = await asyncio.gather(
-        trainer.publish_tagged.call(versions),
-        fast.follow.call_one(versions - 1, 1),
-        slow.follow.call_one(versions - 1, 7),
-    )
-    assert (fast_torn, slow_torn) == (0, 0)
-    assert min(fast_pulls, slow_pulls) >= 20
-
-
 async def read_whole_while_published(trainer: Any, generator: Any, versions: int) -> None:
     """The trainer publishes these versions, two readers follow at their own pace, and no pull is torn."""
     one, two = (generator.slice(procs=number) for number in (0, 1))

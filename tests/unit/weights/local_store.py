@@ -24,6 +24,11 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.store import WeightStore
 
 
+async def within(awaitable: Any) -> Any:
+    """The result, which may take half a minute on a busy machine."""
+    return await asyncio.wait_for(awaitable, 30)
+
+
 class LocalStore:
     """Stands in for the mesh of one weight store."""
 

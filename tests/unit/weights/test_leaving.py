@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_store import Life, LocalStore, as_process
+from local_store import Life, LocalStore, as_process, within
 
 from goaly.base.errors import WeightsError, WritersGone
 from goaly.weights import rdma
@@ -41,10 +41,6 @@ def writers(store: LocalStore, world: int) -> list[Publisher]:
 
 def reader(store: LocalStore, host: str | None = None) -> Subscriber:
     return Subscriber(store, {"a": torch.zeros(4)}, "reader", SETTINGS, host=host)
-
-
-async def within(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, 10)
 
 
 def open_segments() -> int:

@@ -1,11 +1,10 @@
 """Processes on other hosts: their pulses, and when their silence is their end."""
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
-from local_store import LocalStore
+from local_store import LocalStore, within
 
 from goaly.base import process as liveness
 from goaly.base.process import PULSE_SECONDS, SILENT_SECONDS, SilenceWatch
@@ -47,10 +46,6 @@ async def test_a_watcher_that_stalled_longer_than_the_limit_ends_nobody_whose_pu
         assert not ended
         watch.beat()
     watch.close()
-
-
-async def within(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, 10)
 
 
 async def test_members_on_other_hosts_live_for_as_long_as_they_send_pulses(monkeypatch: pytest.MonkeyPatch) -> None:

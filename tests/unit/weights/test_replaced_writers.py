@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_store import Life, LocalStore, as_process
+from local_store import Life, LocalStore, as_process, within
 
 from goaly.base.errors import WeightsError
 from goaly.base.process import ProcessMark
@@ -54,10 +54,6 @@ class Writers:
 def reader(store: LocalStore, ranks: int = 1) -> tuple[Subscriber, list[torch.Tensor]]:
     tensors = [torch.full((4,), -1.0) for _ in range(ranks)]
     return Subscriber(store, {f"part{rank}": one for rank, one in enumerate(tensors)}, "reader", SETTINGS), tensors
-
-
-async def within(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, 10)
 
 
 async def lost(store: LocalStore, count: int) -> None:

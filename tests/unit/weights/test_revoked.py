@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_store import LocalStore
+from local_store import LocalStore, within
 
 from goaly.base.errors import WeightsError
 from goaly.weights.publisher import Publisher
@@ -41,10 +41,6 @@ class HeldUp:
     def succeed(self) -> None:
         """Fail no more."""
         self._failing = False
-
-
-async def within(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, 30)
 
 
 def tensors(*names: str) -> dict[str, torch.Tensor]:

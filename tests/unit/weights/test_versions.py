@@ -230,6 +230,10 @@ def published(ledger: Versions, *versions: int) -> None:
         ([("staged", 0, 5, 0)], "in slot 0, where it was never begun"),
         ([("begin", 0, 5), ("staged", 0, 5, 0), ("staged", 1, 5, 1)], "in slot 1, the others in 0"),
         ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("staged", 0, 5, 0)], "disk on fire"),
+        (
+            [("begin", 0, 5), ("staged", 0, 5, 0), ("reserve", 0), ("abandon", 5, "disk on fire"), ("staged", 1, 5, 0)],
+            "disk on fire",
+        ),
         ([("begin", 0, 5), ("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
         ([("abandon", 5, "disk on fire"), ("begin", 1, 5)], "disk on fire"),
         ([("begin", 0, 2)], "version 2 comes after 2: versions must go up"),  # weights-9
