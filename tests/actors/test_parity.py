@@ -174,7 +174,7 @@ def there():
     ],
     ids=["float32-in-parts", "bfloat16-tied-in-parts", "odd-width", "two-threads", "replayed-experts"],
 )
-def test_the_trainer_recomputes_the_samplers_bits(  # BW-1 BW-3 BA-1 train-10
+def test_the_trainer_recomputes_the_samplers_bits(  # numerics-1 numerics-3 numerics-6 train-10
     there: Any, tmp_path: Path, size: dict[str, Any], options: dict[str, Any]
 ):
     write_tiny_model(tmp_path, TinyModel(layers=2, **size))
@@ -215,7 +215,9 @@ def sample(tmp_path: Path) -> Callable[..., Path]:
     return sample
 
 
-def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sample: Callable[..., Path]):  # BW-2, BA-1
+def test_ranks_that_divide_the_model_recompute_its_bits(
+    tmp_path: Path, sample: Callable[..., Path]
+):  # numerics-2, numerics-6
     model = ModelSettings(path=str(write_random_llama(tmp_path / "model")), dtype="bfloat16", numerics="bitwise")
     file = sample(model, tp=2)
     for degrees in ({"fsdp": 2}, {"tp": 2}):  # `bench.parity` has all combinations
@@ -225,7 +227,7 @@ def test_ranks_that_divide_the_model_recompute_its_bits(tmp_path: Path, sample: 
         assert found[0].tokens > 1000
 
 
-def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(  # BE-2
+def test_ranks_that_exchange_tokens_recompute_the_bits_of_ranks_that_have_all_and_some_experts(  # numerics-8
     tmp_path: Path, sample: Callable[..., Path]
 ):
     size = TinyModel(layers=2, experts=6, experts_per_token=3, hidden_dim=64)

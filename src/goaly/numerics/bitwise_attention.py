@@ -10,7 +10,8 @@ Shape suffixes: B rows, L tokens of a row, T tokens, N query heads, K key heads,
 for keys and as many for values, M most pages of a document.
 
 Invariants
-    BA-1  A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and packing.
+    numerics-6: A token's attention has the same bits in any batch, chunk of its prompt, place in the cache, and
+        packing.
 """
 
 import platform
@@ -181,7 +182,7 @@ class BitwiseAttention(PackedAttention):
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """Causal attention within each document (BA-1)."""
+        """Causal attention within each document (numerics-6)."""
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         ordinary = partial(super().forward, attention_masks=attention_masks.packed, scale=scale)
         return _Paged.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale, ordinary)

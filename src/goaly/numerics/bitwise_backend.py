@@ -1,8 +1,7 @@
 """vLLM for `model.numerics=bitwise`: attention over its cache, and on a GPU log-probs, by the trainer's kernels.
 
-Each token of a step is a request of its own (BA-1). vLLM's own batch-invariant mode is not used. It makes vLLM agree
-with itself; the trainer would need the same paged attention, which has no backward pass, and the same replacements of
-torch's operations in its process.
+Each token of a step is a request of its own (numerics-6). vLLM's own batch-invariant mode is not used: docs/parity.md
+has the reasons.
 """
 
 from types import SimpleNamespace

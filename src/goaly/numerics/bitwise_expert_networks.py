@@ -1,15 +1,15 @@
 """The networks of experts with `model.numerics=bitwise`: a row gets the same bits, whatever is computed beside it.
 
 On a CPU vLLM's kernel of experts computes a row in the same way in any batch, in float32 for any type of the model; the
-outputs are rounded once. On a GPU the networks are exact products (BW-1). Gradients are those of ordinary products.
+outputs are rounded once. On a GPU the networks are exact products (numerics-1). The output of a slice of the hidden
+features is that of a network that has only these. Gradients are those of ordinary products.
 
 Shape suffixes: e experts, D model dim, F hidden features, R rows, grouped by expert, S slices of the hidden features, G
 outputs of a product.
 
 Invariants
-    BN-1  The kernel gives a row the bits that it gives in any other place, on any number of threads. The first use with
-          networks of some widths checks it.
-    BN-2  The output of a slice of the hidden features is that of a network that has only these.
+    numerics-9: The kernel gives a row the bits that it gives in any other place, on any number of threads. The first
+        use with networks of some widths checks it.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def networks(
     slices: int = 1,
     packed: Packed | None = None,
 ) -> Tensor:
-    """Each expert's outputs for its rows, of each slice of the hidden features, side by side: `[R, S * D]` (BN-2).
+    """Each expert's outputs for its rows, of each slice of the hidden features, side by side: `[R, S * D]`.
     `packed` are these weights, if they have been packed before."""
     if torch.is_grad_enabled():
         return _Networks.apply(x_RD, w1_eFD, w2_eDF, w3_eFD, rows, slices)
@@ -61,7 +61,7 @@ def networks(
 
 def exactly_packed(w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor, slices: int) -> Packed:
     """The weights in the kernel's order; ConfigError if it does not give rows of them the same bits in any place
-    (BN-1)."""
+    (numerics-9)."""
     _, hidden, width = w1_eFD.shape
     if not _kernel_is_exact(width, hidden // slices, torch.get_num_threads()):
         why = f"the kernel's result for a row of an expert of width {hidden} depends on its place"
@@ -108,7 +108,7 @@ def by_kernel(x_RD: Tensor, expert_R: Tensor, packed: Packed) -> Tensor:
 
 @cache
 def _kernel_is_exact(width: int, hidden: int, threads: int) -> bool:
-    """Whether the kernel gives rows the same bits in other places and without each other (BN-1)."""
+    """Whether the kernel gives rows the same bits in other places and without each other (numerics-9)."""
     random = torch.Generator().manual_seed(0)
     experts, each = 2, 80
     w1_eFD, w3_eFD = torch.randn(2, experts, hidden, width, generator=random, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Mixtures of experts with `model.numerics=bitwise`: a token gets the same bits however ranks divide the experts.
 
 A tensor-parallel rank has a part of every expert's hidden features, an expert-parallel rank has some whole experts, and
-a rank that gets its tokens' rows back from other ranks has a row of each expert. All of them add the numbers of BE-2 in
-its order: a rank has either all that one sum needs, or one of two numbers that are added last.
+a rank that gets its tokens' rows back from other ranks has a row of each expert. All of them add the numbers of
+numerics-8 in its order: a rank has either all that one sum needs, or one of two numbers that are added last.
 
 Gradients are those of the ordinary experts.
 
@@ -11,11 +11,11 @@ routed to experts, grouped by expert, N the rows of all experts, F inputs and G 
 hidden features that this rank has, H tokens of both halves of the experts.
 
 Invariants
-    BE-1  A token's experts are those with the highest scores, and of equal ones those with the lowest numbers. They are
-          in the order of their numbers, and their weights are divided by the sum in this order.
-    BE-2  A token's output is the sum of `SLICES` slices, each the sum of the lower and the upper half of the experts. A
-          half is the sum of weight times output in the order of the experts, in float32, rounded to the model's type.
-          An expert's output of a slice is that of a network with this slice of its hidden features only (BN-2).
+    numerics-7: A token's experts are those with the highest scores, and of equal ones those with the lowest numbers.
+        They are in the order of their numbers, and their weights are divided by the sum in this order.
+    numerics-8: A token's output is the sum of `SLICES` slices, each the sum of the lower and the upper half of the
+        experts. A half is the sum of weight times output in the order of the experts, in float32, rounded to the
+        model's type. An expert's output of a slice is that of a network with this slice of its hidden features only.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class BitwiseRouter(TokenChoiceTopKRouter):
         """torchtitan's."""
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The weights of each token's experts, the experts (BE-1), and the scores of all."""
+        """The weights of each token's experts, the experts (numerics-7), and the scores of all."""
         scores_BLE = on_local(softmax, self.gate(x_BLD).float())
         preferred_BLE = scores_BLE if expert_bias_E is None else scores_BLE + expert_bias_E  # of a replayed choice
         experts_BLK = highest(of_rank(preferred_BLE.detach()), self.top_k)
@@ -60,13 +60,13 @@ class BitwiseRouter(TokenChoiceTopKRouter):
 
 
 def highest(scores_BLE: Tensor, count: int) -> Tensor:
-    """The numbers of the highest scores, in order (BE-1)."""
+    """The numbers of the highest scores, in order (numerics-7)."""
     best_BLE = scores_BLE.sort(dim=-1, descending=True, stable=True).indices
     return best_BLE[..., :count].sort(dim=-1).values  # choices that are replayed have no other order
 
 
 class BitwiseExperts(Experts):
-    """Gives each row its expert's output of each slice of the hidden features (BN-2): rows `[R, S * D]`."""
+    """Gives each row its expert's output of each slice of the hidden features: rows `[R, S * D]`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Experts.Config):
@@ -98,7 +98,7 @@ class BitwiseExperts(Experts):
 
 
 class BitwiseRoutedExperts(RoutedExperts):
-    """Adds a token's experts in the order of BE-2."""
+    """Adds a token's experts in the order of numerics-8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -124,7 +124,7 @@ class BitwiseRoutedExperts(RoutedExperts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """Where the rows of a layer's experts are added, in the order of BE-2."""
+    """Where the rows of a layer's experts are added, in the order of numerics-8."""
 
     row_N: Tensor
     """The rows in the order of halves, tokens and experts."""
@@ -177,7 +177,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class BitwiseDispatcher(Dispatcher):
-    """Sends tokens to their experts, and adds what comes back in the order of BE-2."""
+    """Sends tokens to their experts, and adds what comes back in the order of numerics-8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dispatcher.Config):
@@ -204,7 +204,7 @@ class BitwiseDispatcher(Dispatcher):
 
 
 class BitwiseOwnExpertsDispatcher(OwnExpertsDispatcher):
-    """Lets ranks that have all tokens and one half of the experts each add their outputs in the order of BE-2."""
+    """Lets ranks that have all tokens and one half of the experts each add their outputs in the order of numerics-8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OwnExpertsDispatcher.Config):
@@ -231,7 +231,7 @@ class BitwiseOwnExpertsDispatcher(OwnExpertsDispatcher):
 
 
 def _whole(out_TG: Tensor, x_TD: Tensor) -> Tensor:
-    """The sum of the slices that this rank has (BE-2)."""
+    """The sum of the slices that this rank has (numerics-8)."""
     first_TD, *others = out_TG.split(x_TD.shape[1], 1)
     for slice_TD in others:
         first_TD = first_TD + slice_TD

@@ -5,7 +5,8 @@ constants or depend on the row's length alone, no sum is split among programs, a
 a number of rows or an address. A tile's other rows do not take part in a row's sums. Float32 products are products of
 float32, not of TF32.
 
-`product` and `by_expert` are BW-1, `normalized` BW-4, `log_softmax` and `softmax` BX-1, `attend` BA-1.
+`product` and `by_expert` are numerics-1, `normalized` is numerics-4, `log_softmax` and `softmax` are numerics-5, and
+`attend` is numerics-6.
 
 Shape suffixes: T rows, K input features, N output features, E experts, G the outputs of all slices, D the last
 dimension, P pages, S slots of a page, Q query heads, H key heads, W head dim, M most pages of a document.

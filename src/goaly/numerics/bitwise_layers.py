@@ -13,7 +13,7 @@ of a vector loop. Here it is the kernel's on a CPU, in float32 for any type.
 Shape suffixes: T tokens, D the last dimension.
 
 Invariants
-    BW-4  A norm gives a row, and a rotation gives a token, the same bits in any place.
+    numerics-4: A norm gives a row, and a rotation gives a token, the same bits in any place.
 """
 
 from dataclasses import dataclass
@@ -56,11 +56,11 @@ def make_bitwise(decoder: Any) -> None:
 
 
 class BitwiseLinear(Linear):
-    """A linear layer whose rows do not depend on each other's number (BW-1)."""
+    """A linear layer whose rows do not depend on each other's number (numerics-1)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """A linear layer's, and the parts in which its input features are summed (BW-2)."""
+        """A linear layer's, and the parts in which its input features are summed (numerics-2)."""
 
         slices: int = 1
 
@@ -104,7 +104,7 @@ class BitwiseLinear(Linear):
 
 
 class BitwiseFeedForward(FeedForward):
-    """A gated feed-forward network with an exact activation (BW-3)."""
+    """A gated feed-forward network with an exact activation (numerics-3)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -116,7 +116,7 @@ class BitwiseFeedForward(FeedForward):
 
 
 class KernelRMSNorm(RMSNorm):
-    """RMSNorm whose rows do not depend on their place (BW-4)."""
+    """RMSNorm whose rows do not depend on their place (numerics-4)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -136,7 +136,7 @@ class KernelRMSNorm(RMSNorm):
 
 
 class KernelRoPE(CosSinRoPE):
-    """Rotary embedding whose tokens do not depend on their place (BW-4)."""
+    """Rotary embedding whose tokens do not depend on their place (numerics-4)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
@@ -162,7 +162,7 @@ class KernelRoPE(CosSinRoPE):
 
 
 class KernelComplexRoPE(ComplexRoPE):
-    """Rotary embedding of adjacent features whose tokens do not depend on their place (BW-4)."""
+    """Rotary embedding of adjacent features whose tokens do not depend on their place (numerics-4)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):

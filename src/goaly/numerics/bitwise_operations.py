@@ -4,9 +4,9 @@ On a GPU they are those of `bitwise_kernels.py`, in which a row never depends on
 
 Products on a CPU are float32 for any type of the model, and rounded to that type once. oneDNN computes a row in the
 same way in every product of enough rows, and in another way in one of a few rows. So few rows are padded, and the first
-product with a weight of some shape is compared with the definition in BW-1. On a machine where they differ, rows are
-multiplied a tile at a time. A sampler on one rank has its weights in the order of vLLM's kernel, which is oneDNN, too,
-and is compared in the same way.
+product with a weight of some shape is compared with the definition in numerics-1. On a machine where they differ, rows
+are multiplied a tile at a time. A sampler on one rank has its weights in the order of vLLM's kernel, which is oneDNN,
+too, and is compared in the same way.
 
 torch reduces each row of a softmax by itself on a CPU. On a GPU its kernels may choose by the address of a row or the
 number of rows how they reduce.
@@ -14,12 +14,13 @@ number of rows how they reduce.
 Shape suffixes: T tokens, K input features, N output features, R rows of a tile, D the last dimension.
 
 Invariants
-    BW-1  A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any number
-          of threads, and with any part of the output features.
-    BW-2  A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
-          parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
-    BW-3  An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector loop.
-    BX-1  A row's softmax has the same bits in any place of a tensor, in any number of rows.
+    numerics-1: A row of a product has the bits that a tile of `TILE` rows gives it: in any place of any batch, on any
+        number of threads, and with any part of the output features.
+    numerics-2: A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
+        parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
+    numerics-3: An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector
+        loop.
+    numerics-5: A row's softmax has the same bits in any place of a tensor, in any number of rows.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """`x @ weight.T`, of which each row is that of BW-1."""
+    """`x @ weight.T`, of which each row is that of numerics-1."""
     if on_gpu(x_TK):
         from goaly.numerics import bitwise_kernels
 
@@ -65,8 +66,8 @@ def product(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """The activation of each element, over a number of elements that has no remainder (BW-3). On a GPU every element is
-    computed alone."""
+    """The activation of each element, over a number of elements without a remainder (numerics-3). A GPU computes every
+    element alone."""
     if on_gpu(x):
         return F.silu(x)
     count = x.numel()
@@ -78,12 +79,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor) -> Tensor:
-    """The softmax over the last dimension of a float32 tensor (BX-1)."""
+    """The softmax over the last dimension of a float32 tensor (numerics-5)."""
     return _Softmax.apply(x) if on_gpu(x) else F.softmax(x, dim=-1)
 
 
 def log_softmax(x_TD: Tensor) -> Tensor:
-    """The log-softmax of each row in float32 (BX-1), without a gradient."""
+    """The log-softmax of each row in float32 (numerics-5), without a gradient."""
     if on_gpu(x_TD):
         from goaly.numerics import bitwise_kernels
 
@@ -99,7 +100,7 @@ def on_local(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pack(weight_NK: Tensor, slices: int) -> PackedSlices | None:
-    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where it is not exact (BW-1)."""
+    """A copy of the weight in the order of vLLM's kernel, which needs no padding; None where that is not exact."""
     width, features = len(weight_NK), weight_NK.shape[1] // slices
     if not _packed_is_exact(features, width, torch.get_num_threads()):
         return None
@@ -107,7 +108,7 @@ def pack(weight_NK: Tensor, slices: int) -> PackedSlices | None:
 
 
 def packed_product(x: Tensor, packed: PackedSlices, dtype: torch.dtype) -> Tensor:
-    """The product with packed slices of a weight, rounded to this type (BW-2); without a gradient."""
+    """The product with packed slices of a weight, rounded to this type (numerics-2); without a gradient."""
     from vllm import _custom_ops as kernels
 
     parts = zip(packed, x.chunk(len(packed), -1), strict=True)
@@ -116,7 +117,7 @@ def packed_product(x: Tensor, packed: PackedSlices, dtype: torch.dtype) -> Tenso
 
 
 def linear(x: Tensor, weight_NK: Tensor, slices: int) -> Tensor:
-    """The product with a weight, summed in this number of slices of the input features (BW-2)."""
+    """The product with a weight, summed in this number of slices of the input features (numerics-2)."""
     given = x.reshape(-1, x.shape[-1]), weight_NK, slices
     out_TN = _ExactLinear.apply(*given) if torch.is_grad_enabled() else _sliced(*given)
     return out_TN.view(*x.shape[:-1], len(weight_NK))
@@ -165,7 +166,7 @@ def row_multiple() -> int:
 
 @cache
 def _whole_is_exact(features: int, width: int, threads: int) -> bool:
-    """Whether a product of all rows at once is that of BW-1 on this machine; ConfigError if a tile itself is not."""
+    """Whether a product of all rows at once is that of numerics-1 here; ConfigError if a tile itself is not."""
     if not torch.backends.mkldnn.is_available():
         raise ConfigError(["model.numerics=bitwise: needs a torch with oneDNN on a CPU"])
     random = torch.Generator().manual_seed(0)
@@ -196,7 +197,7 @@ def _whole_is_exact(features: int, width: int, threads: int) -> bool:
 
 @cache
 def _packed_is_exact(features: int, width: int, threads: int) -> bool:
-    """Whether vLLM's kernel gives rows the bits of BW-1 on this machine, in any number."""
+    """Whether vLLM's kernel gives rows the bits of numerics-1 on this machine, in any number."""
     from vllm import _custom_ops as kernels
 
     random = torch.Generator().manual_seed(0)

@@ -9,9 +9,8 @@ Shape suffixes: B rows, L tokens of a row, T = B * L, N query heads, K key heads
 V the head dim of values, which latent attention has, S padded slots of all documents, C the padded length of a class,
 D documents of a class.
 
-Invariants
-    AT-1  A token attends only to itself and the earlier tokens of its document.
-    AT-2  Padding never affects a document: it comes after the document's tokens, is finite, and gets zero gradient.
+A token attends only to itself and the earlier tokens of its document. Padding never affects a document: it comes after
+the document's tokens, is finite, and gets zero gradient.
 """
 
 from dataclasses import dataclass
@@ -129,7 +128,7 @@ class PackedAttention(Module):
         sinks_N: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Causal attention within each document (AT-1). Only layers with sinks may have a window."""
+        """Causal attention within each document. Only layers with sinks may have a window."""
         B, L, N, H = q_BLNH.shape
         K, V = v_BLNH.shape[2:]
         scale = H**-0.5 if scale is None else scale
@@ -159,7 +158,7 @@ class PackedAttention(Module):
 
 
 class _Gathered(torch.autograd.Function):
-    """Moves rows to slots or back; the gradient goes the other way, and that of `padding` is zero (AT-2)."""
+    """Moves rows to slots or back; the gradient goes the other way, and that of `padding` is zero."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, padding: Tensor | None) -> Tensor:

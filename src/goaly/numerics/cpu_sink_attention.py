@@ -8,9 +8,8 @@ Scores are computed for a block of queries at a time, with the keys that these s
 Shape suffixes: B rows, L tokens of a row, N query heads, M = documents * key heads, G query heads of a key head,
 C the length, Q its last tokens that attend, H head dim, V that of values, q queries of a block, k keys that they see.
 
-Invariants
-    SA-1  A token attends to itself and the `window - 1` tokens before it in its document; to all of them if `window` is
-          0. Queries are the last tokens of a document, all of them or fewer.
+A token attends to itself and the `window - 1` tokens before it in its document; to all of them if `window` is 0.
+Queries are the last tokens of a document, all of them or fewer.
 """
 
 from collections.abc import Iterator
@@ -74,7 +73,7 @@ def _blocks(count: int, length: int, window: int) -> Iterator[tuple[slice, slice
 
 
 def _mask(queries: slice, keys: slice, window: int) -> Tensor:
-    """Which queries do not see which keys (SA-1)."""
+    """Which queries do not see which keys."""
     own = keys.stop - (queries.stop - queries.start)
     before_qk = torch.arange(own, keys.stop)[:, None] - torch.arange(keys.start, keys.stop)
     hidden_qk = before_qk < 0

@@ -10,12 +10,10 @@ take half the time.
 
 Shape suffixes: T tokens (with heads, where there are any), D the last dimension, O the output features.
 
-Invariants
-    CL-1  The forward pass of norm and rotary embedding is bit-identical to torchtitan's, which a sampler computes
-          without gradients.
-    CL-2  Only plain float32 tensors that need gradients are handled here, by the linear layer also those that need
-          none; torchtitan handles all others.
-    CL-3  A linear layer has the same bits with gradients and without: a policy and its copy agree.
+The forward pass of norm and rotary embedding is bit-identical to torchtitan's, which a sampler computes without
+gradients. Only plain float32 tensors that need gradients are handled here, by the linear layer also those that need
+none; torchtitan handles all others. A linear layer has the same bits with gradients and without: a policy and its copy
+agree.
 """
 
 from collections.abc import Sequence
@@ -79,14 +77,14 @@ class LeanLinear(Linear):
 
 
 def lean_linear(x: Tensor, weight_OD: Tensor) -> Tensor:
-    """The product of `x` with a weight, by oneDNN if it can (CL-2)."""
+    """The product of `x` with a weight, by oneDNN if it can."""
     if torch.backends.mkldnn.is_available() and x.device.type == "cpu" and _is_float32(x, weight_OD):
         return _LeanProduct.apply(x, weight_OD)
     return torch.nn.functional.linear(x, weight_OD)
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Whether a gradient is needed and these are unsharded float32 tensors (CL-2)."""
+    """Whether a gradient is needed and these are unsharded float32 tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and _is_float32(*tensors)
 
 

@@ -139,7 +139,7 @@ SHARES = [
     ids=str,
 )
 @pytest.mark.parametrize(("documents", "heads"), SHARES, ids=str)
-def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2, SA-1
+def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2
     documents: tuple[list[int], int],
     heads: Heads,
     dtype: torch.dtype,

@@ -116,7 +116,7 @@ def loaded(folder: Path) -> tuple[torch.nn.Module, object]:
     return model, spec
 
 
-def test_logits_of_packed_documents_are_those_of_transformers_on_each_alone(folder: Path):  # AT-1
+def test_logits_of_packed_documents_are_those_of_transformers_on_each_alone(folder: Path):
     from transformers import AutoModelForCausalLM
 
     model, _ = loaded(folder)

@@ -40,7 +40,7 @@ def drawn(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("window", [0, 1, 16, 280])
-def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_the_sink(window: int):  # SA-1
+def test_outputs_and_gradients_are_those_of_a_plain_softmax_over_the_window_and_the_sink(window: int):
     leaves, grad = drawn(window)
     q, k, v, sinks = leaves
     expected = plain(q, k, v, sinks, window)

@@ -82,7 +82,7 @@ def products_are_those_of_float64_but_for_noise() -> None:
         )
 
 
-def a_row_of_a_product_has_the_same_bits_in_any_rows_and_beside_any_columns() -> None:  # BW-1
+def a_row_of_a_product_has_the_same_bits_in_any_rows_and_beside_any_columns() -> None:  # numerics-1
     for dtype in DTYPES:
         x, weight = random(150, 96).to(dtype), random(70, 96, seed=1).to(dtype)
         whole = product(x, weight)
@@ -92,7 +92,7 @@ def a_row_of_a_product_has_the_same_bits_in_any_rows_and_beside_any_columns() ->
         assert torch.equal(product(x, weight[33:]), whole[:, 33:])
 
 
-def ranks_that_divide_the_features_add_up_to_one_rank() -> None:  # BW-2
+def ranks_that_divide_the_features_add_up_to_one_rank() -> None:  # numerics-2
     for dtype in DTYPES:
         layer = bitwise_layers.BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
         x = random(5, 96).to(dtype)
@@ -106,7 +106,7 @@ def a_linear_layer_has_the_gradients_of_an_ordinary_one() -> None:
     _same_gradients(layer(given[0]), F.linear(*given), given)
 
 
-def an_experts_rows_have_the_bits_of_its_own_product() -> None:  # BW-1, BN-2
+def an_experts_rows_have_the_bits_of_its_own_product() -> None:  # numerics-1
     for dtype, rows in itertools.product(DTYPES, [(10, 0, 70, 5), (1, 1, 1, 1), (0, 0, 0, 85)]):
         x, w1, w3 = (random(*shape).to(dtype) for shape in ((sum(rows), 96), (4, 40, 96), (4, 40, 96)))
         w2 = random(4, 96, 40, seed=1).to(dtype)
@@ -117,7 +117,7 @@ def an_experts_rows_have_the_bits_of_its_own_product() -> None:  # BW-1, BN-2
             assert all(torch.equal(product(a, b), side) for a, b, side in sides)
 
 
-def a_rows_norm_and_softmaxes_are_torchs_and_the_same_in_any_rows() -> None:  # BW-4, BX-1
+def a_rows_norm_and_softmaxes_are_torchs_and_the_same_in_any_rows() -> None:  # numerics-4, numerics-5
     for dtype, width in itertools.product(DTYPES, (33, 96, 1500)):
         x = 3 * random(9, width)
         norm = bitwise_layers.KernelRMSNorm.Config(normalized_shape=width, eps=1e-6).build().to(dtype)
@@ -142,7 +142,7 @@ LENGTHS = (1, 5, 33, 40)
 HEADS, KV_HEADS, WIDTH = 3, 1, 40
 
 
-def a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm() -> None:  # BA-1
+def a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages_of_vllm() -> None:  # numerics-6
     from goaly.numerics.bitwise_backend import GpuImplementation
 
     tokens, longest, slots = sum(LENGTHS), LENGTHS[-1], 16

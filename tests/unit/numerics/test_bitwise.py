@@ -36,7 +36,7 @@ SHAPES = [(96, 256), (100, 33), (256, 96), (1040, 33), (2048, 6), (2048, 200), (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("features", "width"), SHAPES)
-def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # BW-1
+def test_a_row_of_a_product_is_the_same_in_any_number_of_rows_and_beside_any_columns(  # numerics-1
     threads: int, features: int, width: int, dtype: torch.dtype
 ):
     x, weight = random(400, features).to(dtype), random(width, features, seed=1).to(dtype)
@@ -65,7 +65,7 @@ def test_a_bfloat16_product_is_as_accurate_as_an_ordinary_one(features: int, wid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slices", [1, 2])
 @torch.no_grad()
-def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1
+def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # numerics-1
     threads: int, slices: int, dtype: torch.dtype
 ):
     config = BitwiseLinear.Config(in_features=96, out_features=40, slices=slices)
@@ -82,7 +82,7 @@ def test_a_packed_weight_gives_the_bits_of_one_that_is_not(  # BW-1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # BW-2
+def test_ranks_that_divide_the_features_add_up_to_what_one_rank_computes(dtype: torch.dtype):  # numerics-2
     alone = BitwiseLinear.Config(in_features=96, out_features=40, slices=2).build().to(dtype)
     x = random(50, 96).to(dtype)
     halves = [
@@ -129,7 +129,7 @@ def norm(kind: type, width: int) -> Any:
 
 @pytest.mark.parametrize("width", [32, 96])
 @torch.no_grad()
-def test_a_row_of_a_norm_is_the_same_in_any_place(threads: int, width: int):  # BW-4
+def test_a_row_of_a_norm_is_the_same_in_any_place(threads: int, width: int):  # numerics-4
     x, layer = random(200, 2, width), norm(KernelRMSNorm, width)
     whole = layer(x)
     for start, count in ((0, 1), (1, 1), (7, 3), (5, 100)):
@@ -151,7 +151,9 @@ def test_a_norm_has_the_values_and_gradients_of_an_ordinary_one():
 @pytest.mark.parametrize("width", [8, 32, 96])
 @pytest.mark.parametrize("kind", [KernelRoPE, KernelComplexRoPE])
 @torch.no_grad()
-def test_a_rotated_token_is_the_same_in_any_place(threads: int, kind: Any, width: int, dtype: torch.dtype):  # BW-4
+def test_a_rotated_token_is_the_same_in_any_place(
+    threads: int, kind: Any, width: int, dtype: torch.dtype
+):  # numerics-4
     rope = kind.Config(dim=width, max_seq_len=300).build()
     q, positions = random(1, 200, 4, width).to(dtype), 7 + torch.arange(200)
     k = random(1, 200, 1, width, seed=1).to(dtype)
@@ -189,7 +191,7 @@ def test_a_rotation_has_the_values_and_gradients_of_an_ordinary_one(kinds: tuple
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [6, 32, 33, 100, 250, 4100])
-def test_an_activation_is_the_same_in_any_place(threads: int, width: int, dtype: torch.dtype):  # BW-3
+def test_an_activation_is_the_same_in_any_place(threads: int, width: int, dtype: torch.dtype):  # numerics-3
     x = 3 * random(400, width).to(dtype)
     whole = silu(x)
     assert torch.equal(torch.cat([silu(row[None]) for row in x[:20]]), whole[:20])
@@ -202,7 +204,9 @@ LENGTHS = (1, 31, 32, 33, 70, 5, 300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(threads: int, dtype: torch.dtype):  # BA-1
+def test_a_tokens_attention_is_the_same_packed_in_chunks_and_from_any_pages(
+    threads: int, dtype: torch.dtype
+):  # numerics-6
     heads, kv_heads, width = 4, 2, 32
     tokens = sum(LENGTHS)
     q, k, v = (random(1, tokens, count, width, seed=count).to(dtype) for count in (heads, kv_heads, kv_heads))

@@ -47,7 +47,7 @@ def layer(numerics: str = "bitwise", dtype: torch.dtype = torch.float32) -> Any:
 @torch.no_grad()
 def test_a_token_has_the_same_experts_weights_and_output_in_any_batch(
     threads: int, dtype: torch.dtype
-):  # BE-1 BE-2 BN-1 BW-3
+):  # numerics-7 numerics-8 numerics-9 numerics-3
     experts, x = layer(dtype=dtype), random(1, TOKENS, DIM, seed=9).to(dtype)
     whole, routed = experts(x), experts.router(x)
     assert routed[2].dtype == torch.float32
@@ -69,7 +69,7 @@ def test_threads_change_no_bit():
     assert torch.equal(*found)
 
 
-def test_of_equal_scores_the_first_experts_are_chosen_in_the_order_of_their_numbers():  # BE-1
+def test_of_equal_scores_the_first_experts_are_chosen_in_the_order_of_their_numbers():  # numerics-7
     scores = torch.tensor(
         [[0.1, 0.2, 0.1, 0.2, 0.2, 0.2], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.5, 0.1, 0.1]]
     )
@@ -102,7 +102,7 @@ def weights(dtype: torch.dtype) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_the_outputs_of_an_expert_are_those_of_its_rows_and_of_each_slice_alone(
     threads: int, dtype: torch.dtype
-):  # BN-1 BN-2
+):  # numerics-9
     x, (w1, w2, w3) = random(sum(ROWS), DIM).to(dtype), weights(dtype)
     found = networks(x, w1, w2, w3, ROWS, 2).split(ROWS)
     for number, (rows, of_expert) in enumerate(zip(found, x.split(ROWS), strict=True)):
@@ -144,7 +144,7 @@ def rank(dtype: torch.dtype, *, hidden: slice = slice(None), own: slice = slice(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(dtype: torch.dtype):  # BE-2
+def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_computes(dtype: torch.dtype):  # numerics-8
     alone = layer(dtype=dtype)(random(1, TOKENS, DIM, seed=9).to(dtype))[0]
     by_features = [rank(dtype, hidden=half) for half in (slice(0, HIDDEN // 2), slice(HIDDEN // 2, None))]
     assert torch.equal(by_features[1] + by_features[0], alone)
@@ -155,7 +155,7 @@ def test_ranks_that_divide_the_experts_or_their_features_add_up_to_what_one_comp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  # BE-2
+def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  # numerics-8
     threads: int, dtype: torch.dtype
 ):
     experts = layer(dtype=dtype)
@@ -170,7 +170,7 @@ def test_packed_weights_give_the_bits_of_those_that_are_not_until_they_change(  
     assert torch.equal(experts(x), 2 * alone)
 
 
-def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypatch: pytest.MonkeyPatch):  # BN-1
+def test_a_kernel_that_is_not_exact_is_refused_when_weights_are_packed(monkeypatch: pytest.MonkeyPatch):  # numerics-9
     monkeypatch.setattr("goaly.numerics.bitwise_expert_networks._kernel_is_exact", lambda *_: False)
     with pytest.raises(ConfigError, match=f"a row of an expert of width {HIDDEN} depends on its place"):
         layer().routed_experts.inner_experts.pack()
@@ -183,7 +183,7 @@ def test_bfloat16_networks_are_float32_ones_whose_outputs_are_rounded_once():
     assert torch.equal(networks(x, w1, w2, w3, ROWS), in_float32.bfloat16())
 
 
-def test_a_process_that_has_not_multiplied_yet_may_compute_networks():  # BN-1
+def test_a_process_that_has_not_multiplied_yet_may_compute_networks():  # numerics-9
     of_experts = ", ".join(f"torch.ones(2, {shape}).bfloat16()" for shape in ("32, 64", "64, 32", "32, 64"))
     computed = f"import torch\nfrom goaly.numerics.bitwise_expert_networks import networks\nwith torch.no_grad():\n\
     networks(torch.ones(4, 64).bfloat16(), {of_experts}, [1, 3])"
@@ -208,7 +208,7 @@ def test_bfloat16_networks_are_as_accurate_as_ordinary_ones():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_an_output_is_the_weighted_sum_in_the_order_of_the_definition(dtype: torch.dtype):  # BE-2
+def test_an_output_is_the_weighted_sum_in_the_order_of_the_definition(dtype: torch.dtype):  # numerics-8
     experts, x = layer(dtype=dtype), random(1, 20, DIM, seed=9).to(dtype)
     found, (weights, chosen, _) = experts(x)[0], experts.router(x)
     inner = experts.routed_experts.inner_experts

@@ -65,7 +65,7 @@ def test_the_norm_has_torchtitans_bits_and_a_gradient_no_less_exact(shape: tuple
     ours, our_gradients = value_and_gradients(norms(LeanRMSNorm, shape[-1]), inputs)
     theirs, their_gradients = value_and_gradients(norms(RMSNorm, shape[-1]), inputs)
     exact = value_and_gradients(norms(RMSNorm, shape[-1]), [tensor.double() for tensor in inputs])[1]
-    assert torch.equal(ours, theirs)  # CL-1
+    assert torch.equal(ours, theirs)
     for mine, plain, true in zip(our_gradients, their_gradients, exact, strict=True):
         scale = true.abs().max()
         assert (mine - true).abs().max() <= 2 * (plain - true).abs().max() + 1e-7 * scale
@@ -81,7 +81,7 @@ def test_the_linear_layer_and_its_gradients_are_no_less_exact_than_torchs(tokens
     mine, plain = (ours, *our_gradients), (theirs, *their_gradients)
     for one, other, true in zip(mine, plain, (exact, *exact_gradients), strict=True):
         assert (one - true).abs().max() <= 2 * (other - true).abs().max() + 1e-6 * true.abs().max()
-    assert torch.equal(layer(*inputs), ours)  # CL-3: without gradients
+    assert torch.equal(layer(*inputs), ours)  # without gradients
 
 
 def test_every_linear_layer_of_a_config_becomes_lean() -> None:
@@ -95,7 +95,7 @@ def test_the_rotation_has_torchtitans_bits_in_both_directions() -> None:
     inputs = [torch.randn(1, TOKENS, 4, 32), torch.randn(1, TOKENS, 2, 32)]
     ours, our_gradients = value_and_gradients(rotations(LeanRoPE), inputs)
     theirs, their_gradients = value_and_gradients(rotations(CosSinRoPE), inputs)
-    assert torch.equal(ours, theirs)  # CL-1
+    assert torch.equal(ours, theirs)
     assert all(torch.equal(mine, plain) for mine, plain in zip(our_gradients, their_gradients, strict=True))
 
 
@@ -106,7 +106,7 @@ def test_the_lean_gradient_is_in_use_where_a_model_trains_in_float32() -> None:
     assert layer(x).grad_fn.name() == "_RMSNormBackward"
     with torch.no_grad():
         assert layer(x).grad_fn is None
-    assert layer.bfloat16()(x.bfloat16()).grad_fn.name() != "_RMSNormBackward"  # CL-2
+    assert layer.bfloat16()(x.bfloat16()).grad_fn.name() != "_RMSNormBackward"
     query = torch.randn(1, 5, 4, 32, requires_grad=True)
     rope = LeanRoPE.Config(dim=32, max_seq_len=8).build()
     assert {out.grad_fn.name() for out in rope(query, query, torch.arange(5)[None])} == {"_RotationBackward"}

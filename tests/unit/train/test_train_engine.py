@@ -48,7 +48,7 @@ def assert_same_gradients(ones: dict[str, torch.Tensor], others: dict[str, torch
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine, loss: LossSettings):  # AT-2
+def test_the_gradient_is_the_same_for_any_packing_and_any_microbatches(engine, loss: LossSettings):
     made, sequences = engine(), documents(8)
     one = gradients(made, pack(sequences, rows=4, row_length=128), 4, loss)  # train-1
     assert_same_gradients(one, gradients(made, pack(sequences, rows=4, row_length=128), 1, loss))
