@@ -14,9 +14,9 @@ from goaly.replay import Asked, start_of
 def run_of(folder: Path, *, snapshots: tuple[int, ...] = (2, 4), checkpoints: tuple[int, ...] = (2, 4, 6)) -> Path:
     """A run folder with these snapshots and checkpoints."""
     log = RunLog(folder / "log")
-    log.append(Resumed(policy_version=0, trainer={}))
+    log.record(Resumed(policy_version=0, trainer={}))
     for version in snapshots:
-        log.append(Snapshot(policy_version=version, queue={}, passes={}, records=()))
+        log.record(Snapshot(policy_version=version, queue={}, passes={}, records=()))
     log.close()
     for step in checkpoints:
         Checkpoints(folder / "checkpoints").begin(step)

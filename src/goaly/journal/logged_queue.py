@@ -20,12 +20,10 @@ from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import Wait
 from goaly.backlog.queue import TrajectoryQueue
-from goaly.backlog.settings import BacklogSettings
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.journal.records import Drawn, Published, Record, Resumed
 from goaly.journal.run_log import Recovered, RunLog, RunState, recover, trained_batches
-from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import PackedRows
 
 SNAPSHOT_EVERY = 50
@@ -68,17 +66,9 @@ class _Replay:
 class LoggedQueue(TrajectoryQueue):
     """A queue that records its events in a log, once it has opened one."""
 
-    def __init__(
-        self,
-        settings: BacklogSettings,
-        advantages: AdvantageSettings,
-        dp_ranks: int,
-        pad_token: int,
-        steps: int | None = None,
-        minibatches: int = 1,
-        snapshot_every: int | None = None,
-    ):
-        super().__init__(settings, advantages, dp_ranks, pad_token, steps, minibatches)
+    def __init__(self, *queue: Any, snapshot_every: int | None = None, **options: Any):
+        """The arguments of a `TrajectoryQueue`, and the policy versions between two snapshots."""
+        super().__init__(*queue, **options)
         self._replays: dict[str, _Replay] = {}
         self._state = RunState(self.queue)
         self._snapshot_every = snapshot_every or SNAPSHOT_EVERY
@@ -103,7 +93,7 @@ class LoggedQueue(TrajectoryQueue):
     def _open(self, log: Path, began: Sequence[Record], policy_version: int, given: int | None) -> Recovered:
         opened = RunLog(log)
         for record in began:
-            opened.append(record)
+            opened.record(record)
         self._log = opened
         recovered = recover(log, self._state, policy_version, given)
         for record in began:
@@ -153,7 +143,7 @@ class LoggedQueue(TrajectoryQueue):
         if self._log is not None and policy_version % self._snapshot_every == 0:
             snapshot = self._state.snapshot()
             if snapshot is not None:
-                self._log.append(snapshot)
+                self._log.record(snapshot)
 
     @concurrent_endpoint
     async def wait(self) -> Wait:
@@ -190,7 +180,7 @@ class LoggedQueue(TrajectoryQueue):
 
     def _record(self, record: Record) -> None:
         if self._log is not None:
-            self._log.append(record)
+            self._log.record(record)
             self._state.follow(record)
 
     async def _durable(self) -> None:

@@ -12,7 +12,7 @@ from goaly.backlog.events import Annotated, Dropped, Formed, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.base.errors import CorruptLog, RunFailed
 from goaly.journal.log_reader import Frame, Position, begin_at, frames, segment_starts
-from goaly.journal.log_writer import SEGMENT_BYTES, LogWriter
+from goaly.journal.log_writer import LogWriter
 from goaly.journal.records import (
     Drawn,
     Published,
@@ -32,34 +32,13 @@ LOG_FOLDER = "log"
 """The folder of the log in that of the run."""
 
 
-class RunLog:
+class RunLog(LogWriter):
     """Appends the records of a run."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES):
-        self._writer = LogWriter(folder, segment_bytes=segment_bytes)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU time of the log's thread so far."""
-        return self._writer.cpu_seconds
-
-    @property
-    def wait(self) -> tuple[float, Path] | None:
-        """The seconds that a caller has waited for the disk, and the file being written; None if nobody waits."""
-        return self._writer.wait
-
-    def append(self, record: Record) -> None:
+    def record(self, record: Record) -> None:
         """Append a record, which must not change any more. It is encoded and written on the log's thread. A snapshot
         begins a segment."""
-        self._writer.append(partial(encode, record), begins_segment=isinstance(record, Snapshot))
-
-    async def durable(self) -> None:
-        """Return once all records appended so far are on disk; RunFailed if they could not be written."""
-        await self._writer.durable()
-
-    def close(self) -> None:
-        """Write and sync what was appended."""
-        self._writer.close()
+        self.append(partial(encode, record), begins_segment=isinstance(record, Snapshot))
 
 
 def records(folder: Path, of: type | None = None, after: Position | None = None) -> Iterator[Record]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from goaly.models.architecture import Architecture
 from goaly.models.definition import versioned_tensors
 from goaly.plan.fake_ranks import alike, as_fake_rank, tie
 from goaly.plan.live_bytes import LiveBytes, held_bytes, local_part
-from goaly.train.pipeline import Stage, entering, leaving, stage_of
+from goaly.train.pipeline import Stage, stage_of
 from goaly.train.settings import TrainerSettings
 
 FEW_LAYERS, MORE_LAYERS = 3, 4
@@ -211,19 +212,22 @@ def _phases(
                 part = torch.empty(
                     1, tokens // trainer.tp, shape.dim, dtype=getattr(torch, dtype), requires_grad=trains
                 )
-                given = entering(part, parallel_dims.get_mesh("tp") if trainer.tp > 1 else None)
+                given = part
+                if trainer.tp > 1:
+                    given = DTensor.from_local(part, parallel_dims.get_mesh("tp"), [Shard(1)], run_check=False)
             hidden = model(given, positions=positions_1T, attention_masks=masks)
             gradients = held_bytes(one.grad for one in model.parameters() if one.grad is not None)
             forward, before, live.peak = live.peak, live.now, live.now
             kept = before - gradients
             if not stage.is_last:
                 if trains:
-                    hidden = leaving(hidden)
+                    hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
                     hidden.backward(torch.empty_like(hidden))
                 return [max(forward, live.peak) - gradients, 0, 0, kept]
             where, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)
             if critic:
-                found = entropies = model.lm_head(hidden, where)
+                (found,) = model.lm_head(hidden, where)
+                entropies = found
             else:
                 found, entropies = model.lm_head(hidden, where, targets, trainer.logprob_chunk, trainer.temperature)
             if not trains:

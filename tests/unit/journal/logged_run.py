@@ -75,7 +75,7 @@ class LoggedRun:
         delete_before(self.folder / "log", 1)
 
     def _record(self, record: Record) -> None:
-        self._log.append(record)
+        self._log.record(record)
         if hasattr(self, "_state"):
             self._state.follow(record)
 
@@ -90,7 +90,7 @@ class LoggedRun:
         await self._train()
         snapshot = self._state.snapshot()
         assert snapshot is not None
-        self._log.append(snapshot)
+        self._log.record(snapshot)
         self._queue.report(Dropped.failed(2, FAILURE))
         self._report(3, [self.said("first", "second", reward=1.0, versions=(0, 1)), self.said("no", reward=0.0)])
         self._report(4, [*self.branches(), self.said(HOSTILE, reward=-1.0, versions=(1,))])

@@ -42,13 +42,19 @@ async def opened(folder: Path, version: int = 0, **settings: Any) -> LoggedQueue
     return queue
 
 
-async def step(queue: LoggedQueue) -> None:
-    """Admit, complete and train one group."""
+async def given(queue: LoggedQueue) -> Any:
+    """The batch of one group that is admitted and complete."""
     ticket = await asyncio.wait_for(queue.queue.admit(), 1)
     assert ticket is not None
     queue.queue.report(group(ticket))
     batch = await asyncio.wait_for(call(queue, "next_batch"), 20)
     assert batch is not None
+    return batch
+
+
+async def step(queue: LoggedQueue) -> None:
+    """Admit, complete and train one group."""
+    batch = await given(queue)
     await call(queue, "trained", batch.id, batch.id + 1)
 
 
@@ -78,10 +84,7 @@ async def test_a_column_is_on_disk_before_its_rank_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # journal-5
     queue, disk = await opened(tmp_path), threading.Event()
-    ticket = await queue.queue.admit()
-    assert ticket is not None
-    queue.queue.report(group(ticket))
-    batch = await call(queue, "next_batch")
+    batch = await given(queue)
     values = queue.queue.rows(batch.id, 0).rows["advantages"]
     monkeypatch.setattr(log_writer.os, "fdatasync", lambda file: disk.wait(30))
     annotating = asyncio.ensure_future(call(queue, "annotate", batch.id, 0, "values", values))
@@ -108,16 +111,13 @@ async def test_the_actor_ends_after_its_steps_and_divides_its_batches(tmp_path: 
 
 async def test_batches_that_were_not_trained_are_replayed_from_the_queue(tmp_path: Path) -> None:
     queue = await opened(tmp_path)
-    given = []
+    before = []
     for batch in range(3):
-        ticket = await queue.queue.admit()
-        assert ticket is not None
-        queue.queue.report(group(ticket))
-        await call(queue, "next_batch")
-        given.append(queue.queue.rows(batch, 0))
+        await given(queue)
+        before.append(queue.queue.rows(batch, 0))
         if batch == 0:
             await call(queue, "trained", 0, 1)
-    for batch, rows in enumerate(given):
+    for batch, rows in enumerate(before):
         found = await call(queue, "replayed", "reader", tmp_path, 0)
         assert found is not None
         assert (found[0].id, found[1]) == (batch, None)
@@ -190,10 +190,7 @@ async def test_the_settings_of_the_trainer_that_goes_on_are_known_when_the_log_b
 
 async def test_once_the_end_of_a_run_has_begun_there_is_no_snapshot_of_what_this_end_cancels(tmp_path: Path) -> None:
     queue = await opened(tmp_path, snapshot_every=1)
-    ticket = await queue.queue.admit()
-    assert ticket is not None
-    queue.queue.report(group(ticket))
-    batch = await call(queue, "next_batch")
+    batch = await given(queue)
     queue.queue.close()
     await call(queue, "trained", batch.id, 1)
     await call(queue, "settle")
@@ -248,3 +245,42 @@ async def test_a_reader_whose_first_batch_was_not_recorded_gets_it_from_the_queu
     assert await replay.next() == (handle, None)
     assert replay.current == 3
     assert await replay.next() is None
+
+
+async def test_ranks_that_lost_their_state_get_every_batch_once_more_also_one_that_is_trained_meanwhile(
+    tmp_path: Path,
+) -> None:
+    queue, rows = await opened(tmp_path), []
+    for number in range(3):
+        batch = await given(queue)
+        rows.append(queue.queue.rows(batch.id, 0).rows["tokens"])
+        if number < 2:
+            await call(queue, "trained", batch.id, batch.id + 1)
+    first, _ = await call(queue, "replayed", "critic-1", tmp_path, 0)
+    other, _ = await call(queue, "replayed", "trainer-1", tmp_path, 1)
+    assert (first.id, other.id) == (0, 1)
+    await call(queue, "trained", 2, 3)  # by the trainer, while the critic catches up
+    for number in range(3):
+        assert torch.equal((await call(queue, "rows", number, 0)).rows["tokens"], rows[number])
+        found = await call(queue, "replayed", "critic-1", tmp_path, 0)
+        assert (found is None) == (number == 2)
+    with pytest.raises(ValueError, match="unknown batch 0; open batches: none"):
+        await call(queue, "rows", 0, 0)  # nobody reads it any more
+    await call(queue, "end_replay", "critic-1")
+    await call(queue, "end_replay", "trainer-1")
+    await call(queue, "settle")
+
+
+async def test_the_rows_of_a_batch_that_is_being_read_again_are_not_given_out_half_made(tmp_path: Path) -> None:
+    queue = await opened(tmp_path)
+    batch = await given(queue)
+    column = queue.queue.rows(0, 0).rows["tokens"] * 0.5
+    await call(queue, "annotate", 0, 0, "reference_logprobs", column)
+    await call(queue, "trained", batch.id, 1)
+    await call(queue, "replayed", "one", tmp_path, 0)
+    other = queue._replays["one"]
+    other.current = None  # as while its next batch is made
+    other._queue._batches[0].ranks[0].rows.pop("reference_logprobs", None)
+    await call(queue, "replayed", "two", tmp_path, 0)
+    assert "reference_logprobs" in (await call(queue, "rows", 0, 0)).rows.keys()  # noqa: SIM118
+    await call(queue, "settle")
