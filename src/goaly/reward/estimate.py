@@ -69,13 +69,10 @@ def penalize_divergence(
     return replace(batch, rewards=tuple(rewards))
 
 
-def spread(trained_T: Tensor, value: Tensor) -> Tensor:
-    """The value (one, or one for each token) on trained tokens, 0 elsewhere: f32 `[T]`."""
-    return torch.where(trained_T, value.float(), 0.0)
-
-
 def _on_trained(batch: Scored, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [spread(sample.tokens["trained"], value) for sample, value in zip(batch.samples, values, strict=True)]
+    """Each sample's value (one, or one for each token) on its trained tokens, 0 elsewhere: f32 `[T]`."""
+    trained = (sample.tokens["trained"] for sample in batch.samples)
+    return [torch.where(trained_T, value.float(), 0.0) for trained_T, value in zip(trained, values, strict=True)]
 
 
 def scored(groups: Sequence[Group], values: Sequence[Tensor] | None = None) -> Scored:

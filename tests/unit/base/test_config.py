@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from goaly.base.config import Loaded, exit_code, load, to_yaml
 from goaly.base.config.help import help_text
-from goaly.base.config.schema import default_values, plain
 from goaly.base.config.settings import PositiveInt, Section, Settings
 from goaly.base.errors import ConfigError
 
@@ -110,13 +109,6 @@ def test_every_problem_is_told_at_once_with_key_value_remedy_and_source(yaml_fil
         f"train.checkpointing=half: must be true or false or one of full, selective ({file}:5)",
         f"train.thread=2: unknown key; did you mean train.threads? ({file}:3)",
         "reference.lr=-1.0: must be positive (override)",
-    ]
-
-
-def test_problems_of_the_root_and_of_nested_sections_carry_their_full_key():
-    assert problems("name=x", "seed=13", "train.optimizer.lr=0") == [
-        "train.optimizer.lr=0.0: must be positive (override)",
-        "seed=13: must not be 13 (override)",
     ]
 
 
@@ -376,29 +368,6 @@ def test_the_written_config_reads_back_as_the_same_config(tmp_path_factory, conf
     file = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert read("--config", str(file)) == config
-
-
-def test_plain_defaults_leave_out_what_is_required():
-    assert default_values(Config)["train"]["optimizer"] == {"lr": 0.5, "betas": [0.9, 0.95], "mode": "keep"}
-    assert "name" not in default_values(Config)
-    assert plain(Source(file="a")) == {"file": "a", "weight": 1.0}
-
-
-def test_help_documents_every_key_with_type_default_and_docstring():
-    page = help_text(Config, prog="prog", description="Does it.", width=80)
-    for line in (
-        "  name (required): text\n      Names the run.",
-        "  seed = null: an integer or null",
-        "  mixture = {easy: 1.0}: a mapping, each value a number",
-        "train: How it trains.",
-        "  train.checkpointing = false: true or false or one of full, selective",
-        "  train.threads = 1: an integer\n",
-        "train.optimizer: The optimizer's numbers.\n  train.optimizer.lr = 0.5: a number\n      Learning rate at its",
-        "  train.optimizer.mode = keep: one of keep, drain\n      What happens to running sequences.\n",
-        "reference (off unless set): The optimizer's numbers.",
-    ):
-        assert line in page
-    assert max(map(len, page.splitlines())) <= 80
 
 
 def test_docstrings_are_found_in_classes_defined_inside_functions_and_inherited():

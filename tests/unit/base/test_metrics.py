@@ -4,8 +4,6 @@ import json
 import logging
 from pathlib import Path
 
-import pytest
-
 from goaly.base.json_text import read_lines
 from goaly.base.telemetry.metrics import MetricsWriter, TensorBoardEvents
 from goaly.base.telemetry.settings import TelemetrySettings
@@ -44,13 +42,6 @@ def test_an_evaluation_is_a_line_of_its_own_file_and_an_event(tmp_path: Path):
     assert scalars(tmp_path / "tensorboard") == [(0, "evaluation/aime/pass@1", 0.25), (1, "loss", 2.0)]
 
 
-def test_lines_are_appended_after_a_crash(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"policy_version":1,"loss":0.5}\n{"policy_ver')
-    MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False)).step(2, {})
-    assert [line["policy_version"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert not (tmp_path / "tensorboard").exists()
-
-
 def test_a_value_that_is_no_number_is_kept_as_text_and_breaks_nothing(tmp_path: Path):
     writer = MetricsWriter(tmp_path, TelemetrySettings())
     writer.step(1, {"odd": Path("x"), "loss": 1.0})  # type: ignore[dict-item]
@@ -70,12 +61,6 @@ def test_events_end_with_one_warning_when_the_disk_is_full(tmp_path: Path, caplo
         events.scalars(2, {"a": 1.0}, 0.0)
     assert len(caplog.records) == 1
     assert full.closed
-
-
-def test_a_folder_that_cannot_be_made_raises_at_once(tmp_path: Path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(OSError, match="run"):
-        MetricsWriter(tmp_path / "run", TelemetrySettings())
 
 
 def test_a_disk_that_is_full_during_training_costs_one_warning_for_each_file_and_raises_nothing(tmp_path: Path, caplog):
@@ -102,6 +87,7 @@ def test_a_step_whose_line_was_cut_is_written_again_in_its_place(tmp_path: Path)
     metrics.write_bytes(metrics.read_bytes()[:-1])
     MetricsWriter(tmp_path, TelemetrySettings(tensorboard=False)).step(2, {"loss": 2.0})
     assert [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] == [1.0, 2.0]
+    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_a_step_that_the_folder_has_already_is_not_written_again(tmp_path: Path):

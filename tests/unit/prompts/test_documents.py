@@ -27,13 +27,6 @@ def chat(*contents: str) -> list[Message]:
     return [Message(role=("user", "assistant")[i % 2], content=content) for i, content in enumerate(contents)]
 
 
-def test_only_the_answers_and_their_stop_tokens_are_trained(tokenizer: ChatTokenizer) -> None:
-    document = chat_document(tokenizer, chat("1+2=", "3", "4+5=", "9"), "here")
-    text = "<|user|>1+2=<|end|><|assistant|>3<|end|><|user|>4+5=<|end|><|assistant|>9<|end|>"
-    assert tokenizer.decode(document.tokens, skip_special_tokens=False) == text
-    assert trained_text(tokenizer, document) == "3<|end|>9<|end|>"
-
-
 @given(exchanges=exchanges)
 def test_a_chat_document_is_the_rendered_chat_with_its_answers_trained(
     tokenizer: ChatTokenizer, exchanges: list[tuple[str, str]]

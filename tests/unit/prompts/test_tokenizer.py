@@ -30,12 +30,6 @@ def test_the_tiny_vocabulary_has_32_tokens_and_stops_at_the_end_token(tokenizer:
     assert tokenizer.pad_token not in tokenizer.stop_token_ids
 
 
-def test_a_chat_renders_as_the_template_says(tokenizer: ChatTokenizer) -> None:
-    messages = [Message(role="user", content="1+2=")]
-    assert tokenizer.render_text(messages) == "<|user|>1+2=<|end|><|assistant|>"
-    assert tokenizer.render_text(messages, add_generation_prompt=False) == "<|user|>1+2=<|end|>"
-
-
 def test_special_tokens_are_left_out_of_decoded_answers(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.decode([*tokenizer.encode("12|3"), *tokenizer.stop_token_ids]) == "12|3"
 

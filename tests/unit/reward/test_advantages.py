@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from goaly.base.config.check import check
 from goaly.reward.advantages import ESTIMATORS, Estimate, Scored, gae, needs_values, rewards_of_steps, to_go
-from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, scored, spread
+from goaly.reward.estimate import estimate, penalize_divergence, penalize_overlong, scored
 from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSettings
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
@@ -237,10 +237,6 @@ def test_only_trained_tokens_carry_an_advantage(name: str):
         assert (advantage_T[made.tokens["trained"]] != 0).all()
 
 
-def test_one_value_goes_to_every_trained_token():
-    assert spread(torch.tensor([False, True, False, True]), torch.tensor(-1.5)).tolist() == [0.0, -1.5, 0.0, -1.5]
-
-
 def test_a_sample_without_a_trained_token_is_carried_along():
     for name in ESTIMATORS.names:
         batch = [grouped(sample(0.0, turns="a2"), sample(1.0))]
@@ -312,12 +308,6 @@ def test_generalized_advantages_are_the_sums_of_their_definition(steps, gamma: f
     found, returns = gae(rewards, worth, gamma=gamma, lam=lam)
     assert found.tolist() == pytest.approx(due, abs=1e-9)
     close(returns, found + worth)
-
-
-def test_generalized_advantages_are_returns_less_values_or_one_step_errors_at_the_ends_of_lambda():
-    rewards, worth = torch.tensor([1.0, 0, -2, 5]), torch.tensor([0.5, 1, 2, 3])
-    close(gae(rewards, worth, lam=1.0)[1], rewards.flip(0).cumsum(0).flip(0))
-    close(gae(rewards, worth, lam=0.0)[0], rewards + torch.tensor([1.0, 2, 3, 0]) - worth)
 
 
 def test_generalized_advantages_look_ahead_undiscounted_at_095_by_default():

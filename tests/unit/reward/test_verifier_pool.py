@@ -291,15 +291,6 @@ async def test_close_ends_whoever_waits_and_kills_the_processes():
             await pool.score(PROMPT, "fine")
 
 
-async def test_a_caller_that_goes_away_leaves_the_pool_in_order():
-    async with pool_of(time_limit_seconds=0.5) as pool:
-        gone = [asyncio.create_task(pool.score(PROMPT, word)) for word in ["hang", "raise", "fine"]]
-        await asyncio.sleep(0)
-        for task in gone:
-            task.cancel()
-        assert await pool.score(PROMPT, "fine") == 1.0
-
-
 async def test_a_verifier_outlives_the_sigterm_of_a_scheduler():
     async with pool_of() as pool:
         pid = await pool.score(PROMPT, "pid")
