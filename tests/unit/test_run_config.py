@@ -313,7 +313,7 @@ def test_offloading_the_reference_without_a_gpu_is_told_before_anything_starts(t
 GPUS, NO_GPUS = "hosts.imagine={gpus: 8}", "hosts.imagine={hosts: 2}"
 FOR_GPUS = [
     ("generator.async_scheduling=true", "must be false on CPU", []),
-    ("generator.engine=native", "vLLM's own models prepack", []),
+    ("generator.engine=native", "must be torchtitan in a run that trains on CPU", []),
     ("trainer.compile=true", "needs a GPU", []),
     ("reference.offload=true", "needs a GPU", ["loss.kl_coef=0.1"]),
 ]

@@ -187,15 +187,11 @@ class Connection:
                 self._tell(Submit(requests))
         except Exception:  # one of them cannot be pickled; a message to a dead replica does not raise
             for request in requests:
-                self._send_alone(request)
-
-    def _send_alone(self, request: Request) -> None:
-        assert self._tell is not None
-        try:
-            self._tell(Submit([request]))
-        except Exception as error:
-            self._streams.pop(own_name(request.request_id), None)
-            settle(self._futures.pop(own_name(request.request_id)), error)  # generate-1
+                try:
+                    self._tell(Submit([request]))
+                except Exception as error:
+                    self._streams.pop(own_name(request.request_id), None)
+                    settle(self._futures.pop(own_name(request.request_id)), error)  # generate-1
 
     async def _connect(self, ways: Ways) -> None:
         try:
@@ -288,12 +284,13 @@ class Clients:
 
     async def serve(self, client: str, ways: Ways, until: asyncio.Event) -> None:
         """Connect to a client; returns when the event is set."""
-        socket, watch = await self._socket_to(client, ways), None
-        if socket is None:
+        socket, watch = None, None
+        try:
+            socket = await open_socket(ways.socket, partial(self._told, client), partial(self._told, client, Leave()))
+            send = socket.send
+        except OSError:  # the client is on another host, or in another network
             ways.port.send([])
             send = partial(asyncio.get_running_loop().call_soon_threadsafe, ways.port.send)
-        else:
-            send = socket.send
         if ways.process.host == this_host():
             watch = ExitWatch(ways.process, partial(self._told, client, Leave()))
         self._open[client] = send, socket
@@ -315,12 +312,6 @@ class Clients:
         send, _ = self._open.get(client, (None, None))
         if send is not None:
             send(results)
-
-    async def _socket_to(self, client: str, ways: Ways) -> MessageSocket | None:
-        try:
-            return await open_socket(ways.socket, partial(self._told, client), partial(self._told, client, Leave()))
-        except OSError:  # the client is on another host, or in another network
-            return None
 
 
 class Quarantine:

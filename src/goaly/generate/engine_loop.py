@@ -296,17 +296,14 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             self._engine.enter_thread()
-            while self._round():
-                pass
+            goes_on = True
+            while goes_on:
+                commands = self._link.receive() if self._follows and self._link is not None else self._lead()
+                with Work("the engine"):
+                    goes_on = self._execute(commands)
         except BaseException as error:
             give_up("the engine's thread failed", error)
         self._events.call_soon_threadsafe(self._close)
-
-    def _round(self) -> bool:
-        """Wait for a round's commands and run them; False after a stop."""
-        commands = self._link.receive() if self._follows and self._link is not None else self._lead()
-        with Work("the engine"):
-            return self._execute(commands)
 
     def _execute(self, commands: list[Command]) -> bool:
         """Run the commands, then a step if requests are running; False after a stop."""

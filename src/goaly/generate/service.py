@@ -150,7 +150,9 @@ class GeneratorService:
             failure = f"did not start within generator.start_minutes={self.start_minutes:g}"
         elif error is not None:
             logger.info("%s failed to start", name, exc_info=error)
-            failure = f"failed to start: {_cause(error)}"
+            cause = root_cause(error)
+            why = _last_line(str(cause)) if isinstance(cause, SupervisionError) else cause_of(cause)
+            failure = f"failed to start: {why}"
         else:
             self._serving[name] = starting.result()
             return None
@@ -194,12 +196,6 @@ async def _unless_dead(answer: Awaitable[T]) -> T | None:
         return await answer
     except SupervisionError:
         return None  # reported to `lost`
-
-
-def _cause(error: BaseException) -> str:
-    """The actor's own error, or the last line of the report of its death."""
-    cause = root_cause(error)
-    return _last_line(str(cause)) if isinstance(cause, SupervisionError) else cause_of(cause)
 
 
 def _last_line(report: str) -> str:

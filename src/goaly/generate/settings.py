@@ -14,14 +14,7 @@ from goaly.models.settings import division_problems
 if TYPE_CHECKING:
     from goaly.models.architecture import Architecture
 
-PREPACKED = (
-    "vLLM's own models prepack their linear layers on CPU, so weight updates cannot reach them; "
-    'use the engine "torchtitan" in a run that trains'
-)
-
 NO_ADAPTERS = "must be torchtitan where trainer.lora is set: adapters are published by torchtitan's names"
-
-NOT_ASYNC = "must be false on CPU: vLLM's CPU build switches it off, because one thread plans steps and computes them"
 
 
 class GeneratorSettings(Settings):
@@ -73,9 +66,11 @@ class GeneratorSettings(Settings):
         found = []
         on_cpu = (device or vllm_device()) == "cpu"
         if self.engine == "native" and updates and on_cpu:
-            found.append(f"{prefix}engine=native: {PREPACKED}")
+            why = "vLLM's own models prepack their linear layers, so weight updates cannot reach them"
+            found.append(f"{prefix}engine=native: must be torchtitan in a run that trains on CPU: {why}")
         if self.async_scheduling and on_cpu:
-            found.append(f"{prefix}async_scheduling=true: {NOT_ASYNC}")
+            why = "where vLLM plans and computes steps in one thread"
+            found.append(f"{prefix}async_scheduling=true: must be false on CPU, {why}")
         return found
 
     def _problems(self, at: Section) -> Iterator[str]:

@@ -88,10 +88,11 @@ class EvalResult:
             raise ValueError(f"every prompt must have {samples} samples, as the first one has")
         counted = [[reward or 0.0 for reward in group] for group in rewards]
         right = [sum(reward >= PASS_REWARD for reward in group) for group in counted]
+        ks = {1, *pass_at} if pass_at else {samples, *(1 << power for power in range(samples.bit_length()))}
         return cls(
             prompts=len(rewards),
             samples_per_prompt=samples,
-            pass_at={k: fmean(pass_at_k(samples, count, k) for count in right) for k in _ks(samples, pass_at)},
+            pass_at={k: fmean(pass_at_k(samples, count, k) for count in right) for k in sorted(ks)},
             average=fmean(reward for group in counted for reward in group),
             lengths=Lengths.of(lengths) if lengths else None,
             too_long=sum(None in group for group in rewards),
@@ -229,7 +230,3 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"k={k}: must be at least 1 and at most the number of samples, {samples}")
     return 1 - comb(samples - right, k) / comb(samples, k)
-
-
-def _ks(samples: int, asked: Sequence[int]) -> list[int]:
-    return sorted({1, *asked} if asked else {samples, *(1 << power for power in range(samples.bit_length()))})

@@ -42,11 +42,7 @@ class FailedEpisodes:
                     lines = "".join(json.dumps(record) + "\n" for record in records)
                     put_file(self._folder / f"{ticket}.{episode.sample_index}.jsonl", lines.encode())
             files = [file for file in self._folder.iterdir() if NAME.fullmatch(file.name)]
-            for file in sorted(files, key=_place)[:-MOST_KEPT]:
+            for file in sorted(files, key=lambda file: tuple(map(int, file.stem.split("."))))[:-MOST_KEPT]:
                 file.unlink(missing_ok=True)  # another worker may do the same
         except OSError as error:  # such as a full disk
             logger.warning("failed episodes of group %d are not kept: %s", ticket, error)
-
-
-def _place(file: Path) -> tuple[int, ...]:
-    return tuple(map(int, file.stem.split(".")))

@@ -12,7 +12,7 @@ rollout-5: An episode that begins again has a session, a policy, an API key and 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,7 +48,7 @@ from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group, Trajectory, episode_reward
 
 if TYPE_CHECKING:
-    from goaly.agents.gateway import Endpoint, Gateway
+    from goaly.agents.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -267,9 +267,6 @@ class GroupRunner:
             running.policy.go_on_after(len(session.turns))
         return session
 
-    def _served(self, session: Session, policy: Policy) -> "AbstractContextManager[Endpoint | None]":
-        return nullcontext() if self.gateway is None else self.gateway.serve(session, policy, self.parser)
-
     async def _run_one(
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
@@ -288,15 +285,12 @@ class GroupRunner:
                     if not has_lost or running.attempt >= self.settings.episode_retries:
                         raise
                     logger.warning("%s begins again: %s", name, cause_of(cause))
-                self._begin_again(running)
-
-    def _begin_again(self, running: RunningEpisode) -> None:
-        failed = running.policy
-        running.begin(running.attempt + 1)
-        running.counts["rollout/episode_retries"] += 1
-        if self.session_files is not None and not failed.evaluation:
-            self.session_files.begin(running.policy.name)  # first: the next worker goes on with the newest attempt
-            self.session_files.discard(failed.name)
+                failed = running.policy
+                running.begin(running.attempt + 1)
+                running.counts["rollout/episode_retries"] += 1
+                if self.session_files is not None and not failed.evaluation:
+                    self.session_files.begin(running.policy.name)  # first: the next worker goes on with the newest
+                    self.session_files.discard(failed.name)
 
     async def _attempt(self, prompt: Prompt, running: RunningEpisode, name: str) -> tuple[Trajectory, ...]:
         async def judge(prompt: Prompt, response: str) -> float:
@@ -304,10 +298,12 @@ class GroupRunner:
                 return await running.judged(self.score(prompt, response))
 
         session = running.session = self._session(prompt, running)
-        with running.under_way(), _ended(session), self._served(session, running.policy) as endpoint:
-            chat = Chat(running.policy, session, self.parser, prompt.tools)
+        gateway, policy = self.gateway, running.policy
+        served = nullcontext() if gateway is None else gateway.serve(session, policy, self.parser)
+        with running.under_way(), _ended(session), served as endpoint:
+            chat = Chat(policy, session, self.parser, prompt.tools)
             context = EpisodeContext(
-                policy=running.policy,
+                policy=policy,
                 reward=judge,
                 prompt=prompt,
                 sample_index=running.sample_index,
