@@ -58,7 +58,7 @@ def write_random_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool
     return _write_random(lambda: Qwen3ForCausalLM(Qwen3Config(**size)), folder, seed)
 
 
-def write_random_llama(folder: Path, *, seed: int = 0) -> Path:
+def write_random_llama(folder: Path, *, seed: int = 0, **changed: Any) -> Path:
     """Save a random Llama 3 of dim 96, 3 layers, 4/2 heads with a character tokenizer; returns the folder. Its rotary
     embedding is scaled as in Llama 3.1."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,7 +75,7 @@ def write_random_llama(folder: Path, *, seed: int = 0) -> Path:
             "original_max_position_embeddings": 128,
         },
     }
-    return _write_random(lambda: LlamaForCausalLM(LlamaConfig(**{**SIZE, **own})), folder, seed)
+    return _write_random(lambda: LlamaForCausalLM(LlamaConfig(**{**SIZE, **own, **changed})), folder, seed)
 
 
 def write_random_deepseek(folder: Path, *, seed: int = 0, **changed: Any) -> Path:

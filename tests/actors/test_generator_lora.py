@@ -37,16 +37,16 @@ def in_each_process(rank: int, port: int, folder: Path, degrees: dict[str, int],
     engine = VllmEngine(settings, ModelSettings(path=str(folder)), lora=LORA)
     before = sampled(engine, PROMPTS, max_tokens=20)
     live, weights = engine.named_tensors(), torch.load(adapters)
-    assert live.keys() == weights.keys() == engine.live_tensors().keys()  # LR-1
+    assert live.keys() == weights.keys() == engine.live_tensors().keys()  # models-3
     load(engine, weights)
     torch.save((before, sampled(engine, PROMPTS, max_tokens=20)), f"{out}.{rank}")
     live[BASE].add_(1)
-    with pytest.raises(WeightsError, match="the adapters were trained beside weights with digest"):  # LR-4
+    with pytest.raises(WeightsError, match="the adapters were trained beside weights with digest"):  # models-5
         engine.apply(lambda: 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path: Path, layout: str) -> None:  # LR-2
+def test_an_update_of_adapters_gives_the_log_probs_of_the_merged_model(tmp_path: Path, layout: str) -> None:  # models-4
     from goaly.models.lora import B, draw_adapters
     from goaly.train.settings import TrainerSettings
     from goaly.train.train_engine import TrainEngine

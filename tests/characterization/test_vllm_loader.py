@@ -1,4 +1,4 @@
-"""The naming for vLLM's own model against vLLM's own loader: VN-1. If vLLM names or fuses otherwise, this says so."""
+"""The naming for vLLM's own model against vLLM's own loader (models-9): it fails if vLLM names or fuses otherwise."""
 
 import multiprocessing
 from collections.abc import Iterator

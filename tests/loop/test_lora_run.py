@@ -32,7 +32,7 @@ LORA = (
 )
 
 
-def test_a_run_publishes_and_resumes_adapters_and_a_replaced_generator_gets_them(tmp_path: Path) -> None:  # LR-1
+def test_a_run_publishes_and_resumes_adapters_and_a_replaced_generator_gets_them(tmp_path: Path) -> None:  # models-3
     model = write_random_model(tmp_path / "model", experts=8)
     with launching(tmp_path, model) as launch:
         killed = launch(*LORA)

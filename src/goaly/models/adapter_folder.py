@@ -9,11 +9,8 @@ model of such a folder and its base model's, in a new folder:
 
     python -m goaly.models.adapter_folder ADAPTERS OUTPUT
 
-Invariants
-    AF-1  The folder's adapters, added to the weights of the base model's folder, give the weights of the merged folder.
-    AF-2  Adapters are merged only with the weights that they were trained beside. Folders that PEFT wrote have no
-          digest of these, and are not checked.
-    AF-3  A merge replaces no files.
+Adapters are merged only with the weights that they were trained beside. Folders that PEFT wrote have no digest of
+these, and are not checked. A merge replaces no files.
 """
 
 import json
@@ -63,7 +60,7 @@ def save_adapters(
 def merge(adapters: str | Path, folder: str | Path) -> None:
     """Write the model that these adapters and their base model make, in the base model's type, to a new folder."""
     adapters, folder = Path(adapters), Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):  # AF-3
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError([f"{folder}: is not empty, must be a new folder for the merged model"])
     if not (adapters / ADAPTER_CONFIG).is_file():
         raise ConfigError([f"{adapters}: has no {ADAPTER_CONFIG}, must be a folder of adapters"])
@@ -93,7 +90,7 @@ def merge(adapters: str | Path, folder: str | Path) -> None:
 
 
 def _check_base(adapters: Path, base: Path) -> None:
-    """Raise unless this is the model that the adapters were trained beside (AF-2)."""
+    """Raise unless this is the model that the adapters were trained beside."""
     with safe_open(adapters / TENSORS, framework="pt") as reader:
         metadata = reader.metadata() or {}
     expected = metadata.get(DIGEST)
@@ -107,8 +104,8 @@ def _check_base(adapters: Path, base: Path) -> None:
 
 
 def base_digest(base: Path, dtype: torch.dtype) -> str:
-    """The digest that a process has of the weights of this folder which it has loaded in this type (LR-4). One layer is
-    in memory at a time."""
+    """The digest of this folder's weights in a process that has loaded them in this type (models-5). One layer is in
+    memory at a time."""
     spec = model_spec(base, lora=LoraSettings())
     names = layer_adapter(spec)
     with torch.device("meta"):

@@ -145,7 +145,7 @@ class Architecture:
         return self.experts > 0 and layer >= self.dense_layers
 
     @property
-    def widest_network(self) -> int:
+    def feed_forward_dim(self) -> int:
         """Hidden dim of a layer without experts."""
         return self.dense_hidden_dim or self.hidden_dim
 
@@ -163,7 +163,7 @@ class Architecture:
             if self.has_experts(layer):
                 found.extend(self.expert_parameters(f"{prefix}moe."))
             else:
-                found.extend(_network(f"{prefix}feed_forward.", self.dim, self.widest_network))
+                found.extend(_network(f"{prefix}feed_forward.", self.dim, self.feed_forward_dim))
         found.append(Parameter(name="norm.weight", shape=(self.dim,)))
         if not self.tied:
             found.append(Parameter(name="lm_head.weight", shape=(self.vocab_size, self.dim), tp_dim=0))
@@ -209,7 +209,7 @@ class Architecture:
         }
         sparse = sum(map(self.has_experts, range(self.layers)))
         if dense := self.layers - sparse:
-            gate, down, up = (shape for _, shape, _ in _projections(self.dim, self.widest_network))
+            gate, down, up = (shape for _, shape, _ in _projections(self.dim, self.feed_forward_dim))
             found |= {"gate": [gate] * dense, "up": [up] * dense, "down": [down] * dense}
         if sparse:
             shapes = [(self.experts, *shape) for _, shape, _ in _projections(self.dim, self.hidden_dim)]
@@ -230,7 +230,7 @@ class Architecture:
             if self.has_experts(layer):
                 yield from self.folder_experts(f"{prefix}mlp.")
             else:
-                yield from _folder_network(f"{prefix}mlp.", self.dim, self.widest_network)
+                yield from _folder_network(f"{prefix}mlp.", self.dim, self.feed_forward_dim)
         if not self.tied:
             yield "lm_head.weight", (self.vocab_size, self.dim)
 

@@ -46,7 +46,7 @@ class _Gathering:
         sinks_N: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Causal attention within each document (CP-2)."""
+        """Causal attention within each document (models-6)."""
         keys, values = attention_masks.gathered(k_BLNH, v_BLNH)
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         return self.over(q_BLNH, keys, values, attention_masks, scale, sinks_N)

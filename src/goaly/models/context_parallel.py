@@ -12,11 +12,10 @@ Shape suffixes: R ranks, T tokens of a pass, L = T / R tokens of a share, C toke
 V that of values, X = H + V, S selected keys, P trained tokens, O outputs of a head.
 
 Invariants
-    CP-1  Each token is in one share, and all shares have the same length.
-    CP-2  A token attends to itself and to the earlier tokens of its document, whichever ranks have them.
-    CP-3  All ranks of a group call the same collectives in the same order, whatever their shares hold.
-    CP-4  All ranks of a group get the same outputs of all trained tokens. The gradient of an output is passed on once,
-          by the rank whose output it is, so that the ranks' gradients add up to that of the whole pass.
+    models-6: A token attends to itself and to the earlier tokens of its document, whichever ranks have them.
+    models-7: All ranks of a group call the same collectives in the same order, whatever their shares hold.
+    models-8: All ranks of a group get the same outputs of all trained tokens. The gradient of an output is passed on
+    once, by the rank whose output it is, so that the ranks' gradients add up to that of the whole pass.
 """
 
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ class Stretch(NamedTuple):
 
 
 def share(tokens: int, rank: int, ranks: int) -> torch.Tensor:
-    """The places of a rank's tokens in the pass (CP-1)."""
+    """The places of a rank's tokens in the pass."""
     chunk = tokens // (2 * ranks)
     assert chunk * 2 * ranks == tokens, "microbatches are padded"
     return torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in (rank, 2 * ranks - 1 - rank)])
@@ -102,7 +101,7 @@ class SharedDocuments:
         return queries, keys
 
     def gathered(self, k_1LKH: torch.Tensor, v_1LKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that stretches count in; every rank of the group must call it (CP-3)."""
+        """The keys and values that stretches count in; every rank of the group must call it (models-7)."""
         return _Gather.apply(k_1LKH, v_1LKV, self.ranks) if self.is_cut else (k_1LKH, v_1LKV)
 
     def selected(self, keys_1TKH: torch.Tensor) -> torch.Tensor:
@@ -136,7 +135,7 @@ class ContextRanks:
     def joined(
         self, outputs: Sequence[torch.Tensor], own: torch.Tensor, trained_tokens: int
     ) -> tuple[torch.Tensor, ...]:
-        """Outputs `[P]` of all ranks' tokens, given those of this rank's and their places in P (CP-4)."""
+        """Outputs `[P]` of all ranks' tokens, given those of this rank's and their places in P (models-8)."""
         return _Join.apply(torch.stack(list(outputs)), own, trained_tokens, self.group).unbind()
 
 
@@ -177,7 +176,7 @@ def _chunks(shares_RLKH: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _Join(torch.autograd.Function):
-    """Outputs `[O, P]` of all ranks (CP-4)."""
+    """Outputs `[O, P]` of all ranks (models-8)."""
 
     @staticmethod
     def forward(

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -95,8 +94,14 @@ def divide(decoder: Any, parallelism: Any) -> None:
     """
     from torchtitan.config import TrainingConfig
 
-    with _no_trainer():
+    stand_in: Any = ModuleType(_TRAINER)
+    stand_in.Trainer = type("Trainer", (), {"Config": type("Config", (), {})})  # nobody is one
+    found = sys.modules.setdefault(_TRAINER, stand_in)
+    try:
         decoder.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=TrainingConfig()))
+    finally:
+        if found is stand_in:
+            del sys.modules[_TRAINER]
 
 
 def folder_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -108,8 +113,8 @@ def folder_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def versioned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that versions of a model differ in: those of its folder, or if it has adapters these (LR-1), with the
-    digest of the folder's (LR-4)."""
+    """The tensors that differ between versions: those of the folder, or if the model has adapters these (models-3),
+    with the digest of the folder's (models-5)."""
     from goaly.models.lora import BASE, is_adapter
 
     adapters = _named((name, one) for name, one in model.named_parameters() if is_adapter(name))
@@ -195,7 +200,7 @@ def _feed_forward(shape: Architecture, experts: bool, parts: LayerParts) -> dict
         return make_ffn_config(dim=shape.dim, hidden_dim=hidden_dim, w1_param_init=unset, w2w3_param_init=unset)
 
     if not experts:
-        return {"feed_forward": dense(shape.widest_network)}
+        return {"feed_forward": dense(shape.feed_forward_dim)}
     routing = {"num_experts": shape.experts, "top_k": shape.experts_per_token}
     mixture = MixtureOfExperts.Config(
         num_experts=shape.experts,
@@ -217,18 +222,3 @@ def _feed_forward(shape: Architecture, experts: bool, parts: LayerParts) -> dict
         load_balance_coeff=1.0 if shape.biased_routing else None,  # whether there is a bias; goaly changes it itself
     )
     return {"moe": mixture}
-
-
-@contextmanager
-def _no_trainer() -> Iterator[None]:
-    """Have torchtitan find a trainer that nobody is, unless its own is imported already."""
-    if _TRAINER in sys.modules:
-        yield
-        return
-    stand_in: Any = ModuleType(_TRAINER)
-    stand_in.Trainer = type("Trainer", (), {"Config": type("Config", (), {})})
-    sys.modules[_TRAINER] = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[_TRAINER]

@@ -1,14 +1,14 @@
 """Loads torchtitan models from Hugging Face folders and saves them, with torchtitan's state-dict adapters.
 
 Loading uses distributed checkpoint: each rank reads only the slices of its shards. Saving gathers one block at a time
-on every rank, and rank 0 writes a folder that plain transformers loads.
+on every rank, and rank 0 writes a folder that plain transformers loads. Rank 0 holds at most a block and a file of
+tensors in addition to its shards.
 
 Invariants
-    HF-1  Every parameter of the model, except adapters and those of a new head, is read; a ConfigError names tensors
-          that the folder lacks or has in another shape.
-    HF-2  A folder appears atomically: it is written next to its place, synced, and swapped with the old one, which is
-          then deleted. A crash leaves the old or the new folder complete.
-    HF-3  For any model size, rank 0 holds at most a block and a file of tensors in addition to its shards.
+    models-1: Every parameter of the model, except adapters and those of a new head, is read. A ConfigError names
+    tensors that the folder lacks or has in another shape.
+    models-2: A folder appears atomically: it is written next to its place, synced, and swapped with the old one, which
+    is then deleted. A crash leaves the old or the new folder complete.
 """
 
 import json
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +30,7 @@ from goaly.base.errors import ConfigError
 from goaly.base.safetensors_file import MAX_FILE_BYTES
 from goaly.models.families import read_config
 from goaly.models.lora import is_adapter, merged
+from goaly.models.weight_files import shapes_in
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -116,14 +116,13 @@ def _by_block(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _check_folder(wanted: dict[str, Any], folder: Path) -> None:
-    """Raise a ConfigError with a line for each tensor that is missing or of another shape (HF-1)."""
+    """Raise a ConfigError with a line for each tensor that is missing or of another shape (models-1)."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError([f"{folder}: has no .safetensors file"])
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as reader:
-            found |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+        found |= shapes_in(file)
     problems = [f"{folder}: `{name}` is missing" for name in wanted if name not in found]
     problems += [
         f"{folder}: `{name}` has shape {found[name]}, config.json says {tuple(tensor.shape)}"
@@ -136,7 +135,7 @@ def _check_folder(wanted: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def staged_folder(folder: Path, source: Path) -> Iterator[Path]:
-    """A hidden folder with the tokenizer files of `source`, which takes the place of `folder` at the end (HF-2)."""
+    """A hidden folder with the tokenizer files of `source`, which takes the place of `folder` at the end (models-2)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
@@ -146,7 +145,7 @@ def staged_folder(folder: Path, source: Path) -> Iterator[Path]:
             if file.is_file() and file.name != "config.json" and not file.name.endswith(NOT_COPIED):
                 shutil.copy2(file, staging / file.name)
         yield staging
-        put_in_place(staging, folder)  # HF-2
+        put_in_place(staging, folder)  # models-2
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -163,7 +162,7 @@ def write_folder(
 
 
 def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, max_file_bytes: int) -> torch.dtype:
-    """Write files of at most `max_file_bytes` (or one tensor), one at a time (HF-3), and return the dtype."""
+    """Write files of at most `max_file_bytes` (or one tensor), one at a time, and return the dtype."""
     files: list[list[str]] = []
     content: dict[str, torch.Tensor] = {}
     total = size = 0

@@ -9,13 +9,14 @@ those that it holds of the weight.
 
 Shape suffixes: R rows routed to experts, grouped by expert, E experts.
 
+New adapters change nothing: B is 0. A depends on `trainer.lora.seed` and the weight's name, not on the ranks.
+
 Invariants
-    LR-1  Of a model with adapters only these are trained, published, checkpointed and part of the digest.
-    LR-2  A model with adapters computes what the merged one computes, whose weights are W + scale * B A, but for
-          rounding.
-    LR-3  New adapters change nothing: B is 0. A depends on `trainer.lora.seed` and the weight's name, not on the ranks.
-    LR-4  Adapters are used beside the weights that they were trained beside: the digest of these is published and
-          checkpointed with them, and a process that has read others from its folder raises an error.
+    models-3: Of a model with adapters only these are trained, published, checkpointed and part of the digest.
+    models-4: A model with adapters computes what the merged one computes, whose weights are W + scale * B A, but for
+    rounding.
+    models-5: Adapters are used beside the weights that they were trained beside: the digest of these is published and
+    checkpointed with them, and a process that has read others from its folder raises an error.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ from goaly.weights.dtensor_layout import copy_whole
 
 A, B = "_lora_a", "_lora_b"
 BASE = "base_digest"
-"""The buffer of a decoder with adapters that has the digest of its frozen weights (LR-4)."""
+"""The buffer of a decoder with adapters that has the digest of its frozen weights (models-5)."""
 
 
 def is_adapter(name: str) -> bool:
@@ -60,7 +61,7 @@ def note_base(decoder: Any, weights: Mapping[str, torch.Tensor], *, alone: bool 
 
 
 def check_base(decoder: Any) -> None:
-    """Raise unless the adapters that the decoder got belong to the weights that it has loaded (LR-4)."""
+    """Raise unless the adapters that the decoder got belong to the weights that it has loaded (models-5)."""
     expected, found = int(decoder.get_buffer(BASE)), decoder._loaded_base
     if found != expected:
         raise WeightsError(
@@ -187,7 +188,7 @@ def train_only_adapters(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str = A) -> None:
     """Fill this rank's part of each A, or of `which` adapters, with numbers that depend on nothing but seed, name and
-    place (LR-3)."""
+    place."""
     for name, tensor in tensors.items():
         if not name.endswith(which):
             continue
@@ -199,7 +200,7 @@ def draw_adapters(tensors: Mapping[str, torch.Tensor], seed: int, *, which: str 
 
 
 def merged(state: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """Whole weights with their adapters added (LR-2): computed in float32 or more, and rounded once."""
+    """Whole weights with their adapters added (models-4): computed in float32 or more, and rounded once."""
     found = {name: tensor for name, tensor in state.items() if not is_adapter(name)}
     for name, tensor in found.items():
         if name + A in state:

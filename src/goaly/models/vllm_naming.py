@@ -5,8 +5,8 @@ key head: the query heads that share it, the key head, the value head. `gate_up_
 more ranks than key heads, several ranks hold the same one. The padding of the vocabulary is not filled.
 
 Invariants
-    VN-1  Every parameter of vLLM's model is in the mapping, with the content that vLLM's own loader would read from the
-          same weights in Hugging Face's format. Padding of the vocabulary has no source.
+    models-9: Every parameter of vLLM's model is in the mapping, with the content that vLLM's own loader would read from
+    the same weights in Hugging Face's format. Padding of the vocabulary has no source.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Checks a folder's weights before a run starts: its files are whole, and have the sizes of its `config.json`.
 
-Only headers are read. Loading compares every tensor (HF-1).
+Only headers are read. Loading compares every tensor (models-1).
 """
 
 import json

@@ -158,12 +158,12 @@ class ModelEngine:
         return metrics if self._experts is None else metrics | self._experts.take_loads(self.settings.expert_bias_rate)
 
     def named_tensors(self) -> Mapping[str, Tensor]:
-        """The live parameters by torchtitan name, of a model with adapters these alone (LR-1); read them between steps
-        only."""
+        """The live parameters by torchtitan name, of a model with adapters these alone (models-3). Read them between
+        steps only."""
         return {name: tensor.detach() for name, tensor in versioned_tensors(self._model).items()}
 
     def check_base(self) -> None:
-        """Raise if the model got adapters that do not belong to the weights of its folder (LR-4)."""
+        """Raise if the model got adapters that do not belong to the weights of its folder (models-5)."""
         if self.settings.lora is not None:
             from goaly.models.lora import check_base
 
@@ -262,7 +262,7 @@ class ModelEngine:
         outputs = self._model.lm_head(hidden_1TD, part.predicting_P, part.targets_P, *logprobs)
         if context is None or own is None:
             return outputs
-        return context.joined(outputs, own, len(batch.cells_P))  # CP-4
+        return context.joined(outputs, own, len(batch.cells_P))  # models-8
 
     def _part(self, batch: Microbatch) -> tuple[Microbatch, Tensor | None]:
         """The tokens that this rank computes, and the places of their trained tokens if they are not all."""

@@ -35,7 +35,7 @@ def masks_of(positions_T: torch.Tensor, ranks: int) -> list[SharedDocuments]:
 
 @settings(max_examples=60, deadline=None)
 @given(chunk=st.integers(1, 9), ranks=st.integers(1, 6))
-def test_each_token_is_in_one_of_the_equal_shares(chunk: int, ranks: int):  # CP-1
+def test_each_token_is_in_one_of_the_equal_shares(chunk: int, ranks: int):
     tokens = 2 * ranks * chunk
     shares = [share(tokens, rank, ranks) for rank in range(ranks)]
     assert {len(one) for one in shares} == {2 * chunk}
@@ -47,7 +47,7 @@ def test_each_token_is_in_one_of_the_equal_shares(chunk: int, ranks: int):  # CP
 @settings(max_examples=100, deadline=None)
 @given(lengths=LENGTHS, ranks=RANKS)
 @example(lengths=[12, 24, 12], ranks=2)  # a document of the two chunks in the middle, which are one rank's
-def test_stretches_are_the_share_with_all_earlier_tokens_of_each_document(lengths: list[int], ranks: int):  # CP-2
+def test_stretches_are_the_share_with_all_earlier_tokens_of_each_document(lengths: list[int], ranks: int):  # models-6
     positions_T = positions_of(lengths, ranks)
     tokens, cut = len(positions_T), is_cut(positions_T, ranks)
     document_T = (positions_T == 0).cumsum(0)
@@ -72,7 +72,7 @@ def test_stretches_are_the_share_with_all_earlier_tokens_of_each_document(length
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, ranks=RANKS)
-def test_the_queries_of_a_document_are_the_last_of_its_selected_keys(lengths: list[int], ranks: int):  # CP-2
+def test_the_queries_of_a_document_are_the_last_of_its_selected_keys(lengths: list[int], ranks: int):  # models-6
     """What a kernel of variable lengths is given: the i-th of q queries sees the first k - q + i of k keys."""
     positions_T = positions_of(lengths, ranks)
     places = torch.arange(len(positions_T))
@@ -139,7 +139,7 @@ SHARES = [
     ids=str,
 )
 @pytest.mark.parametrize(("documents", "heads"), SHARES, ids=str)
-def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # CP-2
+def test_shares_attend_as_the_whole_does_and_their_gradients_add_up_to_its_own(  # models-6
     documents: tuple[list[int], int],
     heads: Heads,
     dtype: torch.dtype,

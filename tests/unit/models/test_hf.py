@@ -4,12 +4,20 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_model import native_tensors, write_random_deepseek, write_random_dots, write_random_gpt_oss
+from random_model import (
+    native_tensors,
+    write_random_deepseek,
+    write_random_dots,
+    write_random_gpt_oss,
+    write_random_llama,
+    write_random_model,
+)
 from safetensors.torch import load_file
 
 import goaly.base.atomic_files
@@ -24,30 +32,6 @@ from goaly.models.hf import load_hf, save_hf
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, model_config
 from goaly.run.saved_policies import SCORE_FILE
-
-SIZE = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
 
 YARN = {
     "q_lora_rank": None,
@@ -67,46 +51,27 @@ YARN = {
 """DeepSeek-V3 without latent queries and groups of experts, and with a longer context than it was first trained on."""
 
 
-def write_random(folder: Path, family: str, *, tied: bool) -> Path:
-    """Save a random model whose greedy choices are clear."""
-    if family == "sinks":
-        return write_random_gpt_oss(folder)
-    if family.startswith("latent"):
-        return write_random_deepseek(folder, **(YARN if family == "latent-yarn" else {}))
-    if family.startswith("shared"):
-        groups = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2} if family == "shared-groups" else {}
-        return write_random_dots(folder, tie_word_embeddings=tied, **groups)
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
-
-    torch.manual_seed(1)
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZE, tie_word_embeddings=tied))
-    elif family == "experts":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SIZE | EXPERTS | {"tie_word_embeddings": tied})))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=tied, rope_parameters=LLAMA3_ROPE))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0, std=0.1) if "norm" in name else parameter.normal_(std=0.15)
-    model.save_pretrained(folder)
-    return folder
+GROUPS = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+WRITERS: dict[str, Callable[..., Path]] = {
+    "qwen3": write_random_model,
+    "experts": functools.partial(write_random_model, experts=8),
+    "llama3": write_random_llama,
+    "latent": write_random_deepseek,
+    "latent-yarn": functools.partial(write_random_deepseek, **YARN),
+    "sinks": write_random_gpt_oss,
+    "shared": write_random_dots,
+    "shared-groups": functools.partial(write_random_dots, **GROUPS),
+}
 
 
-FAMILIES = ["qwen3", "qwen3_tied", "experts", "experts_tied", "llama3", "llama3_tied", "latent", "latent-yarn", "sinks"]
-FAMILIES += ["shared", "shared_tied", "shared-groups"]
+TIED = [f"{family}_tied" for family in ("qwen3", "experts", "llama3", "shared")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*WRITERS, *TIED])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, _, tied = request.param.partition("_")
-    return write_random(tmp_path_factory.mktemp(request.param), family, tied=bool(tied))
+    changed = {"tie_word_embeddings": True} if tied else {}
+    return WRITERS[family](tmp_path_factory.mktemp(request.param), **changed)
 
 
 def loaded(folder: Path) -> tuple[torch.nn.Module, object]:
@@ -170,7 +135,7 @@ def test_the_names_and_shapes_of_a_folders_parameters_are_known_without_a_model(
     assert found == {name: tuple(parameter.shape) for name, parameter in loaded(folder)[0].named_parameters()}
 
 
-def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_folder: Path, tmp_path: Path):  # HF-1
+def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_folder: Path, tmp_path: Path):  # models-1
     config = json.loads((tiny_model_folder / "config.json").read_text())
     config |= {"num_hidden_layers": 4, "intermediate_size": 128}
     config.pop("layer_types", None)
@@ -184,29 +149,17 @@ def test_every_missing_or_misshapen_tensor_is_named_in_one_error(tiny_model_fold
     assert "`model.layers.0.mlp.gate_proj.weight` has shape (256, 96), config.json says (128, 96)" in text
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "qwen3": [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures=GPT2LMHeadModel"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
+        ({"rope_parameters": YARN_ROPE}, "rope_type=yarn"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     ],
-)
-def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
-    tiny_model_folder: Path, tmp_path: Path, change: dict, named: str
-):
-    config = json.loads((tiny_model_folder / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=named):
-        model_spec(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+    "latent": [
         ({"rope_interleave": False}, "rope_interleave=False"),
         ({"scoring_func": "softmax"}, "scoring_func=softmax"),
         ({"topk_method": "greedy"}, "topk_method=greedy"),
@@ -214,63 +167,46 @@ def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5}}, "rope_parameters=.*mscale"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
-)
-def test_a_deepseek_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
-    tmp_path: Path, change: dict, named: str
-):
-    config = read_config(write_random_deepseek(tmp_path))
-    assert architecture(config).family == "deepseek_v3"
-    with pytest.raises(ConfigError, match=named):
-        architecture(config | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+    "shared": [
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types=.*sliding"),
         ({"layer_types": None, "sliding_window": 64, "max_window_layers": 2}, "max_window_layers=2"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
+        ({"rope_parameters": YARN_ROPE}, "rope_type=yarn"),
     ],
-)
-def test_a_dots_model_that_torchtitan_would_not_reproduce_is_refused_by_name(tmp_path: Path, change: dict, named: str):
-    config = read_config(write_random_dots(tmp_path))
-    shape = architecture(config)
-    assert (shape.family, shape.dense_layers, shape.shared_hidden_dim) == ("dots1", 1, 64)
-    assert architecture(config | {"layer_types": None, "sliding_window": 64, "max_window_layers": 3}) == shape
-    with pytest.raises(ConfigError, match=named):
-        architecture(config | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+    "sinks": [
         ({"attention_bias": False}, "attention_bias=False"),
         ({"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types=.*chunked"),
         ({"layer_types": ["full_attention"]}, "layer_types="),
         ({"sliding_window": None}, "sliding_window=None"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1.0}},
-            "rope_",
-        ),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=linear: must be"),
+        ({"rope_parameters": YARN_ROPE | {"attention_factor": 1.0}}, "rope_"),
+        ({"rope_parameters": YARN_ROPE | {"rope_type": "linear"}}, "rope_type=linear: must be"),
         (
             {"quantization_config": {"quant_method": "mxfp4"}},
             r"config.json: quantization_config: is not supported: write a folder of bfloat16 weights .*dequantize=True",
         ),
     ],
-)
-def test_a_gpt_oss_model_that_torchtitan_would_not_reproduce_is_refused_by_name(
-    tmp_path: Path, change: dict, named: str
-):
-    config = read_config(write_random_gpt_oss(tmp_path))
-    shape = architecture(config)
-    assert (shape.family, shape.windows, shape.experts) == ("gpt_oss", (16, 0, 16), 8)
-    with pytest.raises(ConfigError, match=named) as raised:
-        architecture(config | change)
-    assert len(raised.value.problems) == 1
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_torchtitan_would_not_reproduce_is_refused_by_name(family: str, tmp_path: Path):
+    config = read_config(WRITERS[family](tmp_path))
+    architecture(config)
+    for change, named in REFUSED[family]:
+        with pytest.raises(ConfigError, match=named) as raised:
+            architecture(config | change)
+        assert len(raised.value.problems) == 1
+
+
+def test_sizes_that_only_some_families_have_are_read(tmp_path: Path):
+    shared = read_config(write_random_dots(tmp_path / "shared"))
+    shape = architecture(shared)
+    assert (shape.family, shape.dense_layers, shape.shared_hidden_dim) == ("dots1", 1, 64)
+    assert architecture(shared | {"layer_types": None, "sliding_window": 64, "max_window_layers": 3}) == shape
+    sinks = architecture(read_config(write_random_gpt_oss(tmp_path / "sinks")))
+    assert (sinks.family, sinks.windows, sinks.experts) == ("gpt_oss", (16, 0, 16), 8)
 
 
 def whole_config(**change: Any) -> str:
@@ -368,7 +304,7 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_folder_whole(
                 pass
         assert target.exists() or not at_once
         found, values = contents(target if target.exists() else aside)
-        assert found == names  # HF-2
+        assert found == names  # models-2
         assert values in ({1.0}, {2.0})
         whole |= values
     assert whole == {1.0, 2.0}
@@ -388,6 +324,7 @@ def test_what_runs_say_of_a_folder_is_not_said_of_the_policies_that_start_from_i
     assert names == {file.name for file in tiny_model_folder.iterdir()}
 
 
+@pytest.mark.parametrize("folder", ["qwen3", "shared-groups"], indirect=True)
 def test_saving_holds_no_more_than_a_block_and_a_file_of_tensors(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,5 +349,5 @@ def test_saving_holds_no_more_than_a_block_and_a_file_of_tensors(
     save_hf(model, spec, tmp_path / "saved", folder, max_file_bytes=40_000)
     block = max(sum(p.nbytes for p in child.parameters()) for child in (*model.layers.children(), model.tok_embeddings))
     assert len(held) > 3
-    assert max(held) <= 40_000 + 2 * block  # HF-3: the state of a block, and what a file waits for
+    assert max(held) <= 40_000 + 2 * block  # the state of a block, and what a file waits for
     assert max(held) < gathered / 1.4

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from random_model import SIZE, write_random_deepseek, write_random_dots, write_random_gpt_oss, write_random_model
+from random_model import (
+    write_random_deepseek,
+    write_random_dots,
+    write_random_gpt_oss,
+    write_random_llama,
+    write_random_model,
+)
 from safetensors.torch import load_file, save_file
 
 from goaly.base.config import load
@@ -35,14 +40,6 @@ LORA = LoraSettings(rank=8, alpha=24.0)
 SETTINGS = TrainerSettings(lora=LORA, optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1))
 
 
-def write_random_llama(folder: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**SIZE, "num_key_value_heads": 2, "head_dim": 32})).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["qwen3", "experts", "llama3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model of each family."""
@@ -50,14 +47,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "llama3":
         return write_random_llama(path)
     return write_random_model(path, experts=4 if request.param == "experts" else 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    """An engine in bfloat16 makes one for itself."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -92,7 +81,7 @@ def logits(model: Any, tokens_1T: torch.Tensor) -> torch.Tensor:
     return model(tokens_1T, positions=positions, attention_masks=document_masks(model, positions))
 
 
-def test_adapters_compute_what_the_merged_model_computes_in_float64(folder: Path, in_float64: None):  # LR-2
+def test_adapters_compute_what_the_merged_model_computes_in_float64(folder: Path, in_float64: None):  # models-4
     spec = model_spec(folder, lora=LORA)
     model = spec.model.build()
     plain = model_spec(folder).model.build()
@@ -112,7 +101,7 @@ def test_adapters_compute_what_the_merged_model_computes_in_float64(folder: Path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_adapters_are_trained_published_and_checkpointed(folder: Path, dtype: str):  # LR-1, LR-3
+def test_only_adapters_are_trained_published_and_checkpointed(folder: Path, dtype: str):  # models-3
     if dtype == "bfloat16" and "llama" in str(folder):
         pytest.skip("the same code as Qwen3's")
     model = ModelSettings(path=str(folder), dtype=dtype)
@@ -137,7 +126,7 @@ def test_only_adapters_are_trained_published_and_checkpointed(folder: Path, dtyp
     assert state == {f"{kind}.{name}" for kind in kinds for name in adapters}
 
 
-def test_a_resumed_state_has_the_adapters_and_trains_on_as_before(folder: Path):  # LR-1
+def test_a_resumed_state_has_the_adapters_and_trains_on_as_before(folder: Path):  # models-3
     model = ModelSettings(path=str(folder))
     batch = pack(documents(6), rows=2, row_length=200)
     objective = PolicyObjective(LossSettings())
@@ -153,7 +142,7 @@ def test_a_resumed_state_has_the_adapters_and_trains_on_as_before(folder: Path):
     assert resumed.digest() == first.digest()
 
 
-def test_adapters_of_other_weights_are_refused(folder: Path, tmp_path: Path):  # LR-4
+def test_adapters_of_other_weights_are_refused(folder: Path, tmp_path: Path):  # models-5
     shutil.copytree(folder, tmp_path / "changed")
     change_norm(tmp_path / "changed")
     first, other = (TrainEngine(ModelSettings(path=str(path)), SETTINGS) for path in (folder, tmp_path / "changed"))
@@ -161,7 +150,7 @@ def test_adapters_of_other_weights_are_refused(folder: Path, tmp_path: Path):  #
         other.load_state_dict(first.state_dict())
 
 
-def test_a_saved_adapter_added_to_the_base_is_the_merged_folder(folder: Path, tmp_path: Path):  # AF-1
+def test_a_saved_adapter_added_to_the_base_is_the_merged_folder(folder: Path, tmp_path: Path):
     settings = dataclasses.replace(SETTINGS, lora=dataclasses.replace(LORA, save="merged"))
     engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
     draw_both(dict(engine.named_tensors()))
@@ -188,7 +177,7 @@ def test_a_saved_adapter_added_to_the_base_is_the_merged_folder(folder: Path, tm
     assert changed >= 3 * 7
 
 
-def test_a_whole_model_is_made_of_saved_adapters_and_their_base(folder: Path, tmp_path: Path):  # AF-1
+def test_a_whole_model_is_made_of_saved_adapters_and_their_base(folder: Path, tmp_path: Path):
     engine = TrainEngine(ModelSettings(path=str(folder)), SETTINGS)
     draw_both(dict(engine.named_tensors()))
     engine.save_hf(tmp_path / "policy")
@@ -204,7 +193,7 @@ def test_a_whole_model_is_made_of_saved_adapters_and_their_base(folder: Path, tm
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_are_merged_only_with_the_weights_that_they_were_trained_beside(  # AF-2, LR-4
+def test_adapters_are_merged_only_with_the_weights_that_they_were_trained_beside(  # models-5
     folder: Path, dtype: Any, tmp_path: Path
 ):
     base = shutil.copytree(folder, tmp_path / "base")
@@ -224,7 +213,7 @@ def test_adapters_are_merged_only_with_the_weights_that_they_were_trained_beside
     merge(tmp_path / "policy", tmp_path / "other")
 
 
-def test_a_tied_weight_counts_once_in_the_digest_of_a_folder(tmp_path: Path):  # AF-2
+def test_a_tied_weight_counts_once_in_the_digest_of_a_folder(tmp_path: Path):
     base = write_tiny_model(tmp_path / "base", TinyModel(layers=1, tied=True))
     tensors = load_file(base / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # as some folders have it
@@ -234,7 +223,7 @@ def test_a_tied_weight_counts_once_in_the_digest_of_a_folder(tmp_path: Path):  #
     assert (tmp_path / "whole" / "config.json").is_file()
 
 
-def test_a_merge_replaces_no_files(folder: Path, tmp_path: Path):  # AF-3
+def test_a_merge_replaces_no_files(folder: Path, tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious.txt").write_text("mine")
     for output in (folder, tmp_path / "mine", tmp_path / "mine" / "precious.txt"):
@@ -286,14 +275,11 @@ def test_a_reference_has_adapters_only_if_it_is_refreshed():
     ],
 )
 def test_adapters_that_cannot_work_are_refused(model: str, overrides: list[str], line: str, tmp_path: Path):
-    if model == "latent":
-        path = write_random_deepseek(tmp_path)
-    elif model == "shared":
-        path = write_random_dots(tmp_path)
-    elif model == "sinks":
-        path = write_random_gpt_oss(tmp_path)
+    others = {"latent": write_random_deepseek, "shared": write_random_dots, "sinks": write_random_gpt_oss}
+    if model in others:
+        path = others[model](tmp_path)
     else:
-        path = write_tiny_model(tmp_path, TinyModel(layers=1, **({"experts": 4} if model == "experts" else {})))
+        path = write_tiny_model(tmp_path, TinyModel(layers=1, experts=4 if model == "experts" else 0))
     with pytest.raises(ConfigError) as refused:
         load(RunConfig, [f"model.path={path}", "steps=1", *overrides], prog="", description="")
     assert [one for one in refused.value.problems if line in one] != []

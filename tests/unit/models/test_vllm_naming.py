@@ -1,4 +1,4 @@
-"""torchtitan's parameters inside vLLM's own model: VN-1, worked out by hand. What vLLM itself loads is in
+"""torchtitan's parameters inside vLLM's own model: models-9, worked out by hand. What vLLM itself loads is in
 `tests/characterization/test_vllm_loader.py`."""
 
 import dataclasses

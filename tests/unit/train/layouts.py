@@ -343,7 +343,7 @@ def assert_same_folder(saved: Path, ranks: list[dict[str, Any]], alone: TrainEng
     """The saved folder has the whole parameters of all ranks, or the adapters that one process saves `alone`."""
     from goaly.models.definition import model_spec
 
-    if alone is not None:  # LR-3, AF-1
+    if alone is not None:
         alone.save_hf(saved.with_suffix(".alone"))
         two, one = (load_file(at / "adapter_model.safetensors") for at in (saved, saved.with_suffix(".alone")))
         assert one.keys() == two.keys()

@@ -37,5 +37,7 @@ def test_documents_of_the_batch_go_on_in_the_shares_of_other_ranks():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "what"), cases(LAYOUTS))
-def test_ranks_of_several_axes_have_what_one_has(four_ranks: Compared, name: str, what: str):  # train-1, CP-3, CP-4
+def test_ranks_of_several_axes_have_what_one_has(  # train-1, models-7, models-8
+    four_ranks: Compared, name: str, what: str
+):
     four_ranks.check(name, what)
