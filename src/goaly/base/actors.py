@@ -6,8 +6,8 @@ follow calls into other processes.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from functools import wraps
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import monarch.actor
@@ -17,8 +17,6 @@ from monarch.actor import ActorError, ProcMesh
 
 from goaly.base.errors import RunFailed, cause_of, portable, root_cause
 
-__all__ = ["NamedTasks", "SupervisionError", "answer_of", "ask", "concurrent_endpoint", "spawn", "unless"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 SomeActor = TypeVar("SomeActor")
@@ -27,17 +25,17 @@ SomeActor = TypeVar("SomeActor")
 def concurrent_endpoint(method: Callable[Concatenate[Any, P], Awaitable[R]]) -> EndpointProperty[P, R]:
     """Monarch's `concurrent_endpoint`, which returns `Any`, with the types of Monarch's `endpoint`. It raises what its
     caller can build again: Monarch's pickles of other errors fail there, or are never sent."""
+    return monarch.actor.concurrent_endpoint(_portable_errors()(method))
 
-    @wraps(method)
-    async def endpoint(actor: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return await method(actor, *args, **kwargs)
-        except Exception as error:
-            if (sent := portable(error)) is error:
-                raise
-            raise sent from error
 
-    return monarch.actor.concurrent_endpoint(endpoint)
+@asynccontextmanager
+async def _portable_errors() -> AsyncIterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if (sent := portable(error)) is error:
+            raise
+        raise sent from error
 
 
 def spawn(mesh: ProcMesh, name: str, actor: Callable[P, SomeActor], *args: P.args, **kwargs: P.kwargs) -> SomeActor:
@@ -59,25 +57,40 @@ async def ask(endpoint: str, call: Awaitable[R]) -> R:
     """The answer of an actor. A failure is raised as a RunFailed that names the actor, the endpoint and the cause."""
     try:
         return await call
-    except SupervisionError as error:
-        raise RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}") from error
-    except ActorError as error:
-        raise RunFailed(f"{endpoint} failed: {cause_of(error)}") from error
+    except (SupervisionError, ActorError) as error:
+        raise named(endpoint, error) from error
+
+
+def named(endpoint: str, error: BaseException) -> BaseException:
+    """An actor's failure as a RunFailed that names the actor, the endpoint and the cause; other errors as they are."""
+    if isinstance(error, SupervisionError):
+        failed = RunFailed(f"{endpoint.partition('.')[0]} died during {endpoint}: {error}")
+    elif isinstance(error, ActorError):
+        failed = RunFailed(f"{endpoint} failed: {cause_of(error)}")
+    else:
+        return error
+    failed.__cause__ = error
+    return failed
+
+
+@asynccontextmanager
+async def running(work: Awaitable[R]) -> AsyncIterator[asyncio.Future[R]]:
+    """The work, which runs while the block does. At the block's end it is cancelled if it is not done."""
+    future = asyncio.ensure_future(work)
+    try:
+        yield future
+    finally:
+        future.cancel()  # no effect once it is done
+        await asyncio.wait((future,))  # a cancelled call ends at once
+        if not future.cancelled():
+            future.exception()  # retrieve it: nobody else may
 
 
 async def unless(event: asyncio.Event, work: Awaitable[R]) -> asyncio.Future[R] | None:
     """The work once it is done, or None if the event comes first; the work is cancelled then."""
-    working = asyncio.ensure_future(work)
-    waiting = asyncio.ensure_future(event.wait())
-    try:
+    async with running(work) as working, running(event.wait()) as waiting:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         return working if working.done() else None
-    finally:
-        waiting.cancel()
-        working.cancel()  # no effect once it is done
-        await asyncio.wait((working,))  # a cancelled call ends at once
-        if not working.cancelled():
-            working.exception()  # retrieve it: nobody else may
 
 
 class NamedTasks:

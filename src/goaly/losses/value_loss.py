@@ -13,14 +13,21 @@ import torch
 from goaly.base.errors import SchemaError
 from goaly.losses.objective import Contribution
 from goaly.losses.tokens import Columns
+from goaly.trajectory import PackedRows
 
 
 class ValueLoss:
     """Regression on the batch's `returns`, clipped to a distance of `clip` from its `values`; None disables
     clipping."""
 
+    needs_proximal = was_sampled = False
+
     def __init__(self, clip: float | None = None):
         self._clip = clip
+
+    def denominator(self, packed: PackedRows) -> int:
+        """The batch's trained tokens."""
+        return packed.batch_trained_tokens
 
     def __call__(self, values_P: torch.Tensor, columns: Columns, steps_done: int) -> Contribution:
         """The part of this microbatch."""

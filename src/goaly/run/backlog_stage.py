@@ -162,8 +162,8 @@ class BacklogStage:
         lost = admitted - sum(ended.values())
         self.final_counts = {"admitted": admitted, **ended, "failed": ended["failed"] + lost}
         self.final_reasons = {QUEUE_LOST: lost} if lost else {}
-        self.final_counts = await self._hub.call(lambda hub: hub.queue.settle.call_one())
-        self.final_reasons = await self._hub.call(lambda hub: hub.queue.reasons.call_one())
+        self.final_counts = await self._hub.call("queue.settle", lambda hub: hub.queue.settle.call_one())
+        self.final_reasons = await self._hub.call("queue.reasons", lambda hub: hub.queue.reasons.call_one())
 
     async def _report_wait(self, seconds: float) -> None:
         if self._on_wait is not None:
@@ -172,4 +172,4 @@ class BacklogStage:
     async def _ask(self, endpoint: str, call: Callable[[LoggedQueue], Awaitable[T]]) -> T:
         while True:
             with suppress(Lost):  # run-6
-                return await self._hub.call(lambda hub: ask(f"queue.{endpoint}", call(hub.queue)))
+                return await self._hub.call(f"queue.{endpoint}", lambda hub: call(hub.queue))

@@ -13,7 +13,7 @@ from goaly.base.atomic_files import link_files, put_in_place, remove
 from goaly.base.errors import RunFailed, os_error
 from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
-from goaly.run.trainer_stage import RanksStage
+from goaly.run.trainer_stage import ModelStage
 from goaly.run.wait_reports import reporting
 from goaly.train.reference import ReferenceModel
 
@@ -34,7 +34,7 @@ class _Weights:
     """Why they could not be written."""
 
 
-class ReferenceStage(RanksStage[ReferenceModel]):
+class ReferenceStage(ModelStage[ReferenceModel]):
     """Computes log-probabilities under the reference weights, which the policy is kept close to.
 
     If refreshed weights cannot be written, the run says so and goes on. They are written again for the next checkpoint.
@@ -64,7 +64,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)  # left by a run that was killed
             if checkpoint is not None and (checkpoint.folder / PART).is_dir():
                 saved = checkpoint.folder / PART
-        version = await self.ranks.call(lambda ranks: self._load(ranks, saved))
+        version = await self.ranks.call("reference.start", lambda ranks: self._start(ranks, saved))
         if saved is not None:
             await self._keep(version, lambda folder: asyncio.to_thread(link_files, saved, folder))
 
@@ -74,7 +74,7 @@ class ReferenceStage(RanksStage[ReferenceModel]):
             present = self._weights
         if present.failure is not None:
             raise RunFailed(f"reference version {present.version} is not on disk: {present.failure}")
-        await self._load(ranks, present.folder)
+        await self._start(ranks, present.folder)
 
     async def stage(self) -> None:
         """Choose the present weights for a checkpoint."""

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from goaly.base.actors import SupervisionError, unless
+from goaly.base.actors import SupervisionError, named, running, unless
 from goaly.base.errors import GoalyError, RunFailed, root_cause
 
 logger = logging.getLogger(__name__)
@@ -98,25 +98,31 @@ class ReplaceableActors(Generic[Actors]):
             raise RunFailed(f"{self.role} died: {self._report}")
         return self._actors
 
-    async def call(self, call: Callable[[Actors], Awaitable[T]]) -> T:
-        """The answer of the actors to this call; `Lost` if one of their processes dies before (run-5)."""
+    async def call(self, endpoint: str, call: Callable[[Actors], Awaitable[T]]) -> T:
+        """The answer of the actors to this call; `Lost` if one of their processes dies before (run-5). A failure is a
+        RunFailed that names the endpoint."""
         actors = await self.present()
-        if not self._is_kept:
-            return await call(actors)
         died, name = self._died, self.name
-        answer = await unless(died, call(actors))
-        if answer is not None and (error := answer.exception()) is not None:
+        async with running(call(actors)) as answer, running(died.wait()) as death:
+            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
+            is_answered = answer.done()
+        error = None
+        if is_answered:
+            if (failure := answer.exception()) is None:
+                return answer.result()
+            error = named(endpoint, failure)
+        if error is not None and self._is_kept:
             if _is_death(error):
                 self.lost(name, str(error))
             elif not isinstance(error, Lost) and (self._has_peers or _is_death(root_cause(error.__cause__ or error))):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(died.wait(), self._report_seconds)  # unblocked by `lost`
-        if died.is_set() and (answer is None or answer.exception() is not None):
+        if died.is_set():
             lost = Lost(f"{name} died: {self._report}")
             lost.is_own = self._is_own_death
             raise lost
-        assert answer is not None
-        return answer.result()
+        assert error is not None
+        raise error
 
     def broadcast(self, call: Callable[[Actors], None]) -> None:
         """Make this call to the present actors, dead or alive, without an answer."""

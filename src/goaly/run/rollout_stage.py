@@ -80,11 +80,13 @@ class RolloutStage:
 
     async def start(self) -> None:
         """Start the verifiers of every worker."""
-        await asyncio.gather(*(worker.call(_start) for worker in self.workers))
+        await asyncio.gather(
+            *(worker.call("rollout.start", lambda actor: actor.start.call_one()) for worker in self.workers)
+        )
 
     async def restore(self, worker: RolloutWorker) -> None:
         """Start a worker that replaces a lost one."""
-        await _start(worker)
+        await ask("rollout.start", worker.start.call_one())
         await ask("rollout.replicas", worker.replicas.call_one(self._replicas))
 
     async def group(self, ticket: Ticket, prompt: Prompt) -> None:
@@ -103,13 +105,13 @@ class RolloutStage:
         async def run(worker: RolloutWorker) -> GroupSummary:
             if backlog is not None and backlog.hub != hub:
                 raise Lost(f"{hub} died before the group began")
-            return await ask("rollout.run_group", worker.run_group.call_one(ticket, prompt))
+            return await worker.run_group.call_one(ticket, prompt)
 
         for _ in range(POISON_DEATHS):
             index = self._home(ticket.index)
             group = self._groups[ticket.index] = index, prompt
             try:
-                self._judge(await self._run_on(index, run))
+                self._judge(await self._run_on(index, "rollout.run_group", run))
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
@@ -176,9 +178,8 @@ class RolloutStage:
         group = f"group {ticket} (prompt {prompt.id}, source {prompt.source})"
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                found = await self.workers[index].call(
-                    lambda worker: ask("rollout.progress", worker.progress.call_one(ticket))
-                )
+                worker = self.workers[index]
+                found = await worker.call("rollout.progress", lambda actor: actor.progress.call_one(ticket))
         except (TimeoutError, Lost):
             return f"{group}, whose worker rollout-{index} does not answer"
         if found is None:
@@ -206,14 +207,17 @@ class RolloutStage:
         async def evaluate(prompt: Prompt) -> list[float | None]:
             name = f"evaluation-{next(self._evaluations)}"
 
-            def run(worker: RolloutWorker) -> Awaitable[list[float | None]]:
-                call = worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
-                return _cancelled_with_caller("rollout.evaluate", call, worker, name)
+            async def run(worker: RolloutWorker) -> list[float | None]:
+                try:
+                    return await worker.evaluate.call_one(name, prompt, samples_per_prompt, sampling, policy_version)
+                except asyncio.CancelledError:
+                    worker.cancel.broadcast([name])  # Monarch does not pass a cancellation on
+                    raise
 
             deaths = 0
             while deaths < POISON_DEATHS:
                 try:
-                    rewards = await self._run_on(self._least_busy(), run)
+                    rewards = await self._run_on(self._least_busy(), "rollout.evaluate", run)
                     break
                 except Lost as lost:  # run-7
                     deaths += lost.is_own
@@ -251,14 +255,14 @@ class RolloutStage:
     async def close(self) -> None:
         """Cancel running groups and release what the workers hold."""
         self._closed = True
-        closing = (worker.call(lambda actor: actor.close.call_one()) for worker in self.workers)
+        closing = (worker.call("rollout.close", lambda actor: actor.close.call_one()) for worker in self.workers)
         for ended in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
 
     async def _tell(self, worker: ReplaceableActors[RolloutWorker]) -> None:
         with suppress(Lost):  # one that replaces it begins with the newest
-            await worker.call(lambda actor: ask("rollout.replicas", actor.replicas.call_one(self._replicas)))
+            await worker.call("rollout.replicas", lambda actor: actor.replicas.call_one(self._replicas))
 
     def _announced(self, telling: asyncio.Task[None]) -> None:
         self._announcements.discard(telling)
@@ -276,22 +280,9 @@ class RolloutStage:
     def _least_busy(self) -> int:
         return min(range(len(self.workers)), key=lambda index: (not self.workers[index].serves, self._running[index]))
 
-    async def _run_on(self, index: int, call: Callable[[RolloutWorker], Awaitable[T]]) -> T:
+    async def _run_on(self, index: int, endpoint: str, call: Callable[[RolloutWorker], Awaitable[T]]) -> T:
         self._running[index] += 1
         try:
-            return await self.workers[index].call(call)
+            return await self.workers[index].call(endpoint, call)
         finally:
             self._running[index] -= 1
-
-
-async def _start(worker: RolloutWorker) -> None:
-    await ask("rollout.start", worker.start.call_one())
-
-
-async def _cancelled_with_caller(endpoint: str, call: Awaitable[T], worker: RolloutWorker, key: int | str) -> T:
-    """The worker's answer. When the caller is cancelled, the worker ends the episodes of this ticket or name."""
-    try:
-        return await ask(endpoint, call)
-    except asyncio.CancelledError:
-        worker.cancel.broadcast([key])  # Monarch does not pass a cancellation on
-        raise

@@ -249,7 +249,7 @@ def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) ->
         return hub
 
     async def trainer(name: str) -> PolicyTrainer:
-        await roles.hub.call(lambda hub: ask("store.lose_writers", hub.store.lose_writers.call_one()))
+        await roles.hub.call("store.lose_writers", lambda hub: hub.store.lose_writers.call_one())
         return await roles.trainer(name)
 
     def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:

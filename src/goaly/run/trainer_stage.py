@@ -28,8 +28,8 @@ Again = Callable[[str, int, int], AsyncIterator[BatchHandle]]
 """Gives a reader the batches from one number on and before another, as they were trained."""
 
 
-class RanksStage(Generic[RankActor]):
-    """A mesh of actors, one for each rank.
+class ModelStage(Generic[RankActor]):
+    """A model on a mesh of actors, one for each rank.
 
     A call whose ranks die is made again to those that replace them. These have the state of the ranks before the call.
     """
@@ -54,20 +54,21 @@ class RanksStage(Generic[RankActor]):
         async def write(ranks: RankActor) -> None:
             if self.ranks.name != staged_by:
                 raise Lost(f"{staged_by} died with its copy of the state")
-            await self._answer("write", ranks.write.stream(folder))
+            await asyncio.gather(*ranks.write.stream(folder))
 
-        await self.ranks.call(write)
+        await self.ranks.call(f"{self.ranks.role}.write", write)
 
     async def close(self) -> None:
         """Release what the ranks hold."""
-        await self.ranks.call(lambda ranks: ranks.close.call())
+        await self.ranks.call(f"{self.ranks.role}.close", lambda ranks: ranks.close.call())
 
-    def _load(self, ranks: RankActor, folder: Path | None) -> Awaitable[Any]:
-        """Build the model on these ranks, in the state of this folder."""
+    def _start(self, ranks: RankActor, folder: Path | None) -> Awaitable[Any]:
+        """Build the model on these ranks, in the state of this folder; the ranks' answer."""
         return self._answer("start", ranks.start.stream(None if folder is None else folder.absolute()))
 
     async def _ask(self, endpoint: str, call: Callable[[RankActor], Iterable[Awaitable[T]]]) -> T:
-        """The answer of a call to all ranks. A call that takes unusually long is reported."""
+        """The ranks' common answer. A failure is raised at once, because the other ranks may wait for the failed one. A
+        call that takes unusually long is reported."""
 
         async def report(seconds: float) -> None:
             self._say(f"waiting {seconds:.0f} s for {self.ranks.role}.{endpoint}")
@@ -78,46 +79,41 @@ class RanksStage(Generic[RankActor]):
             while True:
                 began = clock()
                 with suppress(Lost):
-                    answer = await self.ranks.call(lambda ranks: self._answer(endpoint, call(ranks)))
+                    name = f"{self.ranks.role}.{endpoint}"
+                    answer, *_ = await self.ranks.call(name, lambda ranks: asyncio.gather(*call(ranks)))
                     break
         self._longest[endpoint] = max(longest, clock() - began)
         return answer
 
     async def _answer(self, endpoint: str, answers: Iterable[Awaitable[T]]) -> T:
-        return await ask(f"{self.ranks.role}.{endpoint}", _from_all_ranks(answers))
+        """The common answer of ranks that do not serve yet."""
+        answer, *_ = await ask(f"{self.ranks.role}.{endpoint}", asyncio.gather(*answers))
+        return answer
 
 
-class _TrainedStage(RanksStage[Trained]):
-    """Ranks that train on batches."""
+class TrainedStage(ModelStage[Trained]):
+    """A model that is trained on batches."""
 
-    def __init__(self, ranks: ReplaceableActors[Trained], say: Callable[[str], None] = logger.info):
-        """A call that takes long is reported to `say`, as a line of text."""
-        super().__init__(ranks, say)
-        self.steps_done = 0
-        """How many batches the ranks have trained."""
+    steps_done = 0
+    """How many batches the ranks have trained."""
 
     async def start(self, checkpoint: Checkpoint | None = None) -> None:
         """Build and load the model on every rank, in the state of this checkpoint."""
-        await self.ranks.call(lambda ranks: self._load(ranks, None if checkpoint is None else checkpoint.folder))
+        folder = None if checkpoint is None else checkpoint.folder
+        await self.ranks.call(f"{self.ranks.role}.start", lambda ranks: self._start(ranks, folder))
         self.steps_done = 0 if checkpoint is None else checkpoint.step
 
     async def restore(self, ranks: Trained, checkpoint: Checkpoint | None, again: Again) -> None:
         """Bring new ranks from this checkpoint to the state that the lost ones had; `again` gives their batches."""
-        await self._load(ranks, None if checkpoint is None else checkpoint.folder)
+        await self._start(ranks, None if checkpoint is None else checkpoint.folder)
         first = 0 if checkpoint is None else checkpoint.step
         if first < self.steps_done:
             self._say(f"{self.ranks.name} trains {self.steps_done - first} batches again")
         async for batch in again(self.ranks.name, first, self.steps_done):
             await self._answer("step", ranks.step.stream(batch))
 
-    async def step(self, batch: BatchHandle) -> dict[str, float]:
-        """Train on this batch; the step's metrics."""
-        metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
-        self.steps_done = batch.id + 1
-        return metrics
 
-
-class TrainerStage(_TrainedStage[PolicyTrainer]):
+class TrainerStage(TrainedStage[PolicyTrainer]):
     """Stage 5: makes policy versions from batches.
 
     A saved policy is the result of whole steps. A step waits for the save of the version before it, so that a save
@@ -173,8 +169,8 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
         """Train the next policy version on this batch; the step's metrics. After the last step the save begins."""
         async with self._between_steps:  # unblocked by the trainer's answer or death
             self._in_step = True  # stays True if the step fails
-            metrics = await super().step(batch)
-            self._in_step = False
+            metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
+            self._in_step, self.steps_done = False, batch.id + 1
         if self.is_done:
             self._save()
         return metrics
@@ -235,15 +231,15 @@ class TrainerStage(_TrainedStage[PolicyTrainer]):
         self._saving = asyncio.create_task(self.save(self._folder), name="save the policy")
 
 
-class CriticStage(_TrainedStage[CriticModel]):
+class CriticStage(TrainedStage[CriticModel]):
     """Stage 5: predicts the return from each token on."""
+
+    async def step(self, batch: BatchHandle) -> dict[str, float]:
+        """Train on this batch; the step's metrics."""
+        metrics = await self._ask("step", lambda ranks: ranks.step.stream(batch))
+        self.steps_done = batch.id + 1
+        return metrics
 
     async def annotate(self, batch: BatchHandle) -> None:
         """Add `values` to the batch's rows. The queue then adds advantages and returns."""
         await self._ask("annotate", lambda ranks: ranks.annotate.stream(batch))
-
-
-async def _from_all_ranks(answers: Iterable[Awaitable[T]]) -> T:
-    """The ranks' common answer, or the first failure at once: the other ranks may wait for the failed one."""
-    answer, *_ = [await answer for answer in answers]
-    return answer

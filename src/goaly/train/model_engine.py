@@ -31,12 +31,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from goaly.base.errors import GoalyError
 from goaly.base.watchdog import progress
-from goaly.losses.objective import Contribution
+from goaly.losses.objective import Contribution, Objective
+from goaly.losses.value_loss import ValueLoss
 from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
 from goaly.train.expert_layers import ExpertLayers
 from goaly.train.microbatch import Microbatch, microbatch
 from goaly.train.parallel_model import Head, build_parallel
+from goaly.train.pipeline import Pass
 from goaly.train.settings import TrainerSettings
 from goaly.train.step_metrics import COUNT, StepMetrics, combine, greatest, step_metrics, sums
 from goaly.trajectory import PackedRows, TensorDict
@@ -102,6 +104,27 @@ class ModelEngine:
     def steps_done(self, batches: int) -> None:
         self._steps_done.fill_(batches)
 
+    def train_step(self, packed: PackedRows, objective: Objective | ValueLoss, *, epochs: int = 1) -> dict[str, float]:
+        """Take an optimizer step for each minibatch of a batch, in each of the `epochs`; the metrics of the global
+        batch."""
+        minibatches, steps = self._minibatches(packed, objective) * epochs, []
+        for number, minibatch in enumerate(minibatches, 1):
+            microbatches = minibatch.rows.split(self.settings.microbatch_rows)
+            if self._experts is not None:
+                self._experts.balance(self.settings.expert_balance, minibatch.batch_trained_tokens)
+            found = self.forward_backward(microbatches, objective, objective.denominator(minibatch))
+            found.means |= self.optimizer_step(last=number == len(minibatches))
+            steps.append(found)
+        return combine(steps).metrics | self._batch_metrics(packed)
+
+    def _minibatches(self, packed: PackedRows, objective: Objective | ValueLoss) -> list[PackedRows]:
+        """The minibatches of a batch, with all columns that the objective needs."""
+        return packed.split()
+
+    def _batch_metrics(self, packed: PackedRows) -> dict[str, float]:
+        """The batch's metrics that are not those of a step, after its last step."""
+        return {} if self._experts is None else self._experts.take_loads(self.settings.expert_bias_rate)
+
     def forward_backward(
         self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
     ) -> StepMetrics:
@@ -138,24 +161,6 @@ class ModelEngine:
         self._optimizer.step(advance=last)
         self.steps_done += last
         return metrics
-
-    def train(
-        self,
-        minibatches: Sequence[PackedRows],
-        objective: Callable[..., Contribution],
-        counted: Callable[[PackedRows], int],
-    ) -> dict[str, float]:
-        """Take an optimizer step for each minibatch, divided by what is `counted` in it; the batch's metrics."""
-        steps = []
-        for number, minibatch in enumerate(minibatches, 1):
-            microbatches = minibatch.rows.split(self.settings.microbatch_rows)
-            if self._experts is not None:
-                self._experts.balance(self.settings.expert_balance, minibatch.batch_trained_tokens)
-            found = self.forward_backward(microbatches, objective, counted(minibatch))
-            found.means |= self.optimizer_step(last=number == len(minibatches))
-            steps.append(found)
-        metrics = combine(steps).metrics
-        return metrics if self._experts is None else metrics | self._experts.take_loads(self.settings.expert_bias_rate)
 
     def named_tensors(self) -> Mapping[str, Tensor]:
         """The live parameters by torchtitan name, of a model with adapters these alone (models-3). Read them between
@@ -216,21 +221,14 @@ class ModelEngine:
     ) -> None:
         """Take a microbatch for each of these `rows` through all stages. The last one calls `finish` with the outputs
         for all its trained tokens, which gives the loss if the model `trains`."""
-
         check, self._parity = self._parity, None  # train-9: the next pass may come after a step
-
-        def forward(batch: Microbatch, hidden_1TD: Tensor | None) -> Tensor | None:
-            outputs = self._outputs(batch, hidden_1TD)
-            if not self._pipeline.stage.is_last:
-                return outputs[0]
-            if check is not None:
-                check.compare(batch, outputs[0], self.steps_done)
-            return finish(batch, outputs)
-
-        def restore(batch: Microbatch) -> None:
-            self._begin(self._part(batch)[0])
-
-        self._pipeline.run(rows, self._microbatch, forward, restore if trains else None)
+        for each in self._pipeline.passes(rows, self._microbatch, trains=trains):
+            if each.is_backward:
+                self._begin(self._part(each.batch)[0])
+                each.output.backward(each.gradient)
+            else:
+                each.output = self._output(each, finish, check)
+            del each  # frees its tensors before the next pass
         if not trains and isinstance(self._model, FSDPModule):
             self._model.reset_iter_state()  # or the next pass would reuse the gathered parameters
         if check is not None:
@@ -239,6 +237,20 @@ class ModelEngine:
             except GoalyError:
                 self._model.zero_grad()
                 raise
+
+    def _output(
+        self,
+        each: Pass,
+        finish: Callable[[Microbatch, tuple[Tensor, ...]], Tensor | None],
+        check: "ParityCheck | None",
+    ) -> Tensor | None:
+        """This stage's output of a forward pass."""
+        outputs = self._outputs(each.batch, each.arrived)
+        if not self._pipeline.stage.is_last:
+            return outputs[0]
+        if check is not None:
+            check.compare(each.batch, outputs[0], self.steps_done)
+        return finish(each.batch, outputs)
 
     def _outputs(self, batch: Microbatch, hidden_1TD: Tensor | None = None) -> tuple[Tensor, ...]:
         """The head's outputs for all trained tokens, given the hidden states of the previous stage if there is one;

@@ -76,6 +76,19 @@ def keep_stage(model: Any, stage: Stage) -> None:
         model.norm = model.lm_head = None
 
 
+def entering(hidden_1LD: Tensor, tp_mesh: DeviceMesh | None) -> Tensor:
+    """The hidden states that a stage computes with, of which each tensor-parallel rank got its part."""
+    return hidden_1LD if tp_mesh is None else DTensor.from_local(hidden_1LD, tp_mesh, [Shard(1)], run_check=False)
+
+
+def leaving(hidden_1TD: Tensor) -> Tensor:
+    """This rank's part of the hidden states that a stage gave."""
+    if not isinstance(hidden_1TD, DTensor):
+        return hidden_1TD
+    assert hidden_1TD.placements == (Shard(1),), "sequence parallelism divides hidden states between blocks"
+    return hidden_1TD.to_local()
+
+
 class PassOrder(NamedTuple):
     """A pass of a microbatch in the order of passes."""
 
@@ -92,6 +105,20 @@ def schedule(stage: Stage, microbatches: int, *, trains: bool) -> list[PassOrder
     for number in range(early, microbatches):
         order += [PassOrder(number, False), PassOrder(number - early, True)]
     return order + [PassOrder(number, True) for number in range(microbatches - early, microbatches)]
+
+
+@dataclass(slots=True)
+class Pass:
+    """A pass of a microbatch through this stage. The code that runs a forward pass sets its output."""
+
+    batch: Microbatch
+    is_backward: bool = False
+    arrived: Tensor | None = None
+    """The hidden states of the previous stage; None on the first one."""
+    output: Any = None
+    """This stage's hidden states or, on the last one, the loss; None without a loss."""
+    gradient: Tensor | None = None
+    """That of the output, in a backward pass; None on the last stage."""
 
 
 class _Message(NamedTuple):
@@ -124,40 +151,37 @@ class Pipeline:
         if self._group is not None:
             dist.barrier(self._group)  # NCCL wants all ranks in a group's first call
 
-    def run(
-        self,
-        rows: Sequence[TensorDict],
-        prepare: Callable[[TensorDict], Microbatch],
-        forward: Callable[[Microbatch, Tensor | None], Tensor | None],
-        restore: Callable[[Microbatch], None] | None = None,
-    ) -> None:
-        """Take a microbatch for each of these `rows` through all stages; every rank of the column must call it.
-
-        `forward` gets the hidden states of the previous stage, and gives this stage's or, on the last one, the loss.
-        Without `restore`, which is called before each backward pass, there are only forward passes.
-        """
-        trains = restore is not None
-        waiting: dict[int, tuple[Microbatch, Tensor | None, Tensor]] = {}
-        """Microbatches whose backward pass is to come, with what arrived and the output."""
+    def passes(
+        self, rows: Sequence[TensorDict], prepare: Callable[[TensorDict], Microbatch], *, trains: bool
+    ) -> Iterator[Pass]:
+        """The passes of a microbatch for each of these `rows` through this stage, each as soon as its input is here;
+        every rank of the column must take them all. Without `trains` there are only forward passes."""
+        waiting: dict[int, tuple[Pass, Tensor | None]] = {}
+        """Microbatches whose backward pass is to come, with what arrived."""
         sent: _Message | None = None
         for number, is_backward in schedule(self.stage, len(rows), trains=trains):
             progress()
-            if is_backward and restore is not None:
-                batch, arrived, output = waiting.pop(number)
-                gradient = self._exchange(sent, batch, self.stage.number + 1)
-                restore(batch)
-                output.backward(gradient)
-                sent = None
+            if is_backward:
+                each, arrived = waiting.pop(number)
+                each.gradient = self._exchange(sent, each.batch, self.stage.number + 1)
+                each.is_backward, sent = True, None
+                yield each
                 if arrived is not None:
                     assert arrived.grad is not None
                     sent = _Message(arrived.grad.contiguous(), self.stage.number - 1)
             else:
-                batch = prepare(rows[number])
-                arrived = self._exchange(sent, batch, self.stage.number - 1)
-                sent, output = self._forward(batch, arrived, forward, trains=trains)
-                if trains and output is not None:
-                    waiting[number] = batch, arrived, output
-            del batch, arrived, output
+                each = Pass(prepare(rows[number]))
+                arrived = self._exchange(sent, each.batch, self.stage.number - 1)
+                if arrived is not None:
+                    each.arrived = entering(arrived.requires_grad_(trains), self._tp_mesh)
+                yield each
+                each.arrived, sent = None, None
+                if not self.stage.is_last and each.output is not None:
+                    each.output = leaving(each.output)
+                    sent = _Message(each.output.detach(), self.stage.number + 1)
+                if trains and each.output is not None:
+                    waiting[number] = each, arrived
+            del each, arrived
         self._exchange(sent)
 
     def from_last(self, found: Found) -> Found:
@@ -189,27 +213,6 @@ class Pipeline:
                     tensor = torch.empty(shape, dtype=dtype)
                     dist.recv(tensor, group=self._group, group_src=stage)
                     yield name, tensor
-
-    def _forward(
-        self,
-        batch: Microbatch,
-        hidden: Tensor | None,
-        forward: Callable[[Microbatch, Tensor | None], Tensor | None],
-        *,
-        trains: bool,
-    ) -> tuple[_Message | None, Tensor | None]:
-        """The message to the next stage, and the output of this one, of which tensor-parallel ranks have parts."""
-        if hidden is not None:
-            hidden.requires_grad_(trains)
-            if self._tp_mesh is not None:
-                hidden = DTensor.from_local(hidden, self._tp_mesh, [Shard(1)], run_check=False)
-        output = forward(batch, hidden)
-        if self.stage.is_last or output is None:
-            return None, output
-        if isinstance(output, DTensor):
-            assert output.placements == (Shard(1),), "sequence parallelism divides hidden states between blocks"
-            output = output.to_local()
-        return _Message(output.detach(), self.stage.number + 1), output
 
     def _exchange(self, sent: _Message | None, batch: Microbatch | None = None, source: int = -1) -> Tensor | None:
         """Send what a pass gave, and receive what the stage `source`, if there is one, sends of this microbatch:

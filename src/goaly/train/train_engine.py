@@ -9,6 +9,7 @@ from torch import Tensor
 
 from goaly.losses.kl import k3
 from goaly.losses.objective import PROXIMAL, Objective
+from goaly.losses.value_loss import ValueLoss
 from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
 from goaly.train.earlier_policies import EarlierPolicies
@@ -36,7 +37,7 @@ class TrainEngine(ModelEngine):
         from goaly.train.logprob_head import LOGPROBS
 
         super().__init__(model, settings, LOGPROBS, trains=trains, offload=offload)
-        self._check = None
+        self._check = self._used = None
         if model.numerics == "bitwise":
             self._check = ParityCheck(settings.ranks, settings.tp, reports=self.leads)
         live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
@@ -47,10 +48,10 @@ class TrainEngine(ModelEngine):
         """The version of the current parameters."""
         return self.steps_done
 
-    def train_step(self, packed: PackedRows, objective: Objective) -> dict[str, float]:
-        """Take an optimizer step for each minibatch of a batch; the metrics of the global batch."""
-        minibatches = packed.split()
-        check = self._check if objective.was_sampled else None
+    def _minibatches(self, packed: PackedRows, objective: Objective | ValueLoss) -> list[PackedRows]:
+        """The minibatches, compared with their sampler's log-probs. The first one is compared in its own step."""
+        minibatches = super()._minibatches(packed, objective)
+        self._used = check = self._check if objective.was_sampled else None
         if check is not None:
             check.compared = 0
             for earlier in self._earlier.versions:
@@ -64,8 +65,11 @@ class TrainEngine(ModelEngine):
             elif check is not None:
                 self._compare_sampled_by(self.policy_version, minibatch.rows, check)
         self._parity = check and check.begin()
-        metrics = self.train(minibatches, objective, objective.denominator)
-        return metrics if check is None else metrics | check.metrics(packed.batch_trained_tokens)
+        return minibatches
+
+    def _batch_metrics(self, packed: PackedRows) -> dict[str, float]:
+        compared = {} if self._used is None else self._used.metrics(packed.batch_trained_tokens)
+        return super()._batch_metrics(packed) | compared
 
     @torch.no_grad()
     def _compare_sampled_by(self, version: int, rows: TensorDict, check: ParityCheck) -> None:

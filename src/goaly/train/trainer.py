@@ -10,6 +10,7 @@ Invariant
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,12 +93,10 @@ class PolicyTrainer(ModelActor):
             version = engine.policy_version
             routing = {}
             if self._moe.compares(version):
-                routing = await self._thread.run(
-                    lambda: engine.effect_of_replay(rows.rows), "compare_routing", version=version, batch=batch.id
-                )
-            metrics = await self._thread.run(
-                lambda: engine.train_step(rows, self._objective), "train", version=version, batch=batch.id
-            )
+                effect = partial(engine.effect_of_replay, rows.rows)
+                routing = await self._thread.run(effect, "compare_routing", version=version, batch=batch.id)
+            train = partial(engine.train_step, rows, self._objective)
+            metrics = await self._thread.run(train, "train", version=version, batch=batch.id)
         seconds = time.monotonic() - started
         return (
             metrics

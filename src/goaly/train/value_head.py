@@ -56,6 +56,4 @@ def train_values(engine: ModelEngine, packed: PackedRows, critic: CriticSettings
 
     The rows hold `values`, computed before the first step, and `returns`.
     """
-    minibatches = packed.split() * critic.epochs
-    loss = ValueLoss(critic.value_clip)
-    return explained(engine.train(minibatches, loss, lambda minibatch: minibatch.batch_trained_tokens))
+    return explained(engine.train_step(packed, ValueLoss(critic.value_clip), epochs=critic.epochs))

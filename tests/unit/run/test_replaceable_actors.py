@@ -63,13 +63,13 @@ async def never(actors: str) -> str:
 async def test_a_call_to_actors_that_die_is_lost_and_the_next_one_waits_for_their_replacement() -> None:
     kept = Kept()
     await turns()
-    hanging = asyncio.ensure_future(kept.one.call(never))
+    hanging = asyncio.ensure_future(kept.one.call("trainer.step", never))
     await turns()
     kept.may_replace.clear()
     assert kept.one.lost("trainer", "process 7 ended")
     with pytest.raises(Lost, match="trainer died: process 7 ended"):
         await hanging  # run-5
-    waiting = asyncio.ensure_future(kept.one.call(echo))
+    waiting = asyncio.ensure_future(kept.one.call("trainer.step", echo))
     await turns()
     assert not kept.one.serves
     assert not waiting.done()
@@ -93,7 +93,7 @@ async def test_a_death_is_counted_once_however_late_it_is_reported_again() -> No
     await turns()
     assert kept.one.lost("trainer", "half a minute later")
     await turns()
-    assert await kept.one.call(echo) == "trainer-1"
+    assert await kept.one.call("trainer.step", echo) == "trainer-1"
     assert not kept.one.lost("critic", "another role")
     kept.task.cancel()
 
@@ -107,7 +107,7 @@ async def test_actors_that_die_while_they_are_replaced_are_replaced_again() -> N
     kept.one.lost("trainer-1", "second")
     await turns()
     kept.may_replace.set()
-    assert await kept.one.call(echo) == "trainer-2"
+    assert await kept.one.call("trainer.step", echo) == "trainer-2"
     assert kept.events[3:] == [
         "trainer-1 died: second; it is being replaced",
         "kill trainer-1",
@@ -127,7 +127,7 @@ async def test_the_error_of_an_actor_whose_peer_has_died_is_the_peers_death_also
         raise RunFailed("trainer.step failed: connection closed by peer")
 
     with pytest.raises(Lost, match="rank 1 ended"):
-        await kept.one.call(broken)
+        await kept.one.call("trainer.step", broken)
     kept.task.cancel()
 
 
@@ -141,14 +141,14 @@ async def test_an_error_that_the_death_of_the_hub_caused_is_not_the_actors_also_
         raise RunFailed("trainer.step failed") from ActorError(SupervisionError("the hub died"))
 
     with pytest.raises(Lost, match="the hub died"):
-        await kept.one.call(broken)  # run-5
+        await kept.one.call("trainer.step", broken)  # run-5
 
     async def ill(actors: str) -> str:
         raise RunFailed("trainer.step failed") from ActorError(ValueError("the loss is NaN"))
 
     began = asyncio.get_running_loop().time()
     with pytest.raises(RunFailed):
-        await kept.one.call(ill)
+        await kept.one.call("trainer.step", ill)
     assert asyncio.get_running_loop().time() == began  # it waits for no report
     kept.task.cancel()
 
@@ -162,8 +162,8 @@ async def test_an_actors_own_error_is_the_callers_and_nothing_is_replaced() -> N
         raise RunFailed("trainer.step failed: the loss is NaN")
 
     with pytest.raises(RunFailed, match="the loss is NaN"):
-        await kept.one.call(broken)
-    assert await kept.one.call(echo) == "trainer"
+        await kept.one.call("trainer.step", broken)
+    assert await kept.one.call("trainer.step", echo) == "trainer"
     kept.task.cancel()
 
 
@@ -178,8 +178,8 @@ async def test_a_death_that_only_the_call_reports_counts() -> None:
         return actors
 
     with pytest.raises(Lost):
-        await kept.one.call(dead)
-    assert await kept.one.call(dead) == "trainer-1"
+        await kept.one.call("trainer.step", dead)
+    assert await kept.one.call("trainer.step", dead) == "trainer-1"
     kept.task.cancel()
 
 
@@ -190,7 +190,7 @@ async def test_a_role_that_dies_too_often_without_a_step_in_between_ends_the_run
         kept.version = death // 2
         kept.one.lost(kept.one.name, f"death {death}")
     await turns()
-    assert await kept.one.call(echo) == "trainer-5"
+    assert await kept.one.call("trainer.step", echo) == "trainer-5"
     for death in (5, 6):
         kept.one.lost(kept.one.name, f"death {death}")
         await turns()
@@ -202,17 +202,17 @@ async def test_actors_that_die_with_another_role_do_not_use_up_their_own_budget(
     kept = Kept(limit=1)
     await turns()
     for death in range(5):
-        waiting = asyncio.ensure_future(kept.one.call(never))
+        waiting = asyncio.ensure_future(kept.one.call("trainer.step", never))
         await turns()
         kept.one.lost(kept.one.name, "the hub died", is_own=False)
         with pytest.raises(Lost) as lost:
             await waiting
         assert not lost.value.is_own
         await turns()
-        assert await kept.one.call(echo) == f"trainer-{death + 1}"
+        assert await kept.one.call("trainer.step", echo) == f"trainer-{death + 1}"
     kept.errors.append(Lost("the next hub died meanwhile"))
     kept.one.lost("trainer-5", "the hub died", is_own=False)
-    assert await kept.one.call(echo) == "trainer-7"
+    assert await kept.one.call("trainer.step", echo) == "trainer-7"
     kept.one.lost("trainer-7", "process 7 ended")
     await turns()
     assert not kept.task.done()
@@ -224,7 +224,7 @@ async def test_those_who_call_actors_are_told_of_their_death_once_and_before_the
     await turns()
     kept.errors.append(RunFailed("no memory"))
     kept.one.lost("trainer", "process 7 ended")
-    assert await kept.one.call(echo) == "trainer-2"
+    assert await kept.one.call("trainer.step", echo) == "trainer-2"
     kept.one.lost("trainer-2", "process 8 ended")
     await turns()
     assert [event for event in kept.events if event == "told" or event.startswith("kill")] == [
@@ -242,7 +242,7 @@ async def test_a_replacement_that_cannot_be_brought_up_counts_as_a_death() -> No
     await turns()
     kept.errors.append(RunFailed("trainer.start failed: no memory"))
     kept.one.lost("trainer", "process 7 ended")
-    assert await kept.one.call(echo) == "trainer-2"
+    assert await kept.one.call("trainer.step", echo) == "trainer-2"
     kept.errors += [RunFailed("trainer.start failed: no memory")] * 2
     kept.one.lost("trainer-2", "process 8 ended")
     with pytest.raises(RunFailed, match=r"trainer died 3 times .*the last time: process 8 ended"):
@@ -254,7 +254,7 @@ async def test_once_nobody_replaces_them_a_call_to_dead_actors_fails() -> None:
     await turns()
     kept.may_replace.clear()
     kept.one.lost("trainer", "process 7 ended")
-    waiting = asyncio.ensure_future(kept.one.call(echo))
+    waiting = asyncio.ensure_future(kept.one.call("trainer.step", echo))
     await turns()
     kept.task.cancel()
     with pytest.raises(RunFailed, match="trainer died: process 7 ended"):
@@ -273,7 +273,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_actors() -> None:
         finally:
             ended.set()
 
-    calling = asyncio.ensure_future(kept.one.call(call))
+    calling = asyncio.ensure_future(kept.one.call("trainer.step", call))
     await turns()
     calling.cancel()
     await asyncio.wait_for(ended.wait(), 5)

@@ -77,7 +77,10 @@ async def test_a_run_ends_with_the_error_that_started_it_however_many_actor_call
             error = pickle.loads(pickle.dumps(ActorError(error)))
         raise error
 
-    ranks = SimpleNamespace(publish=SimpleNamespace(stream=lambda: [publish()]))
+    ranks = SimpleNamespace(
+        publish=SimpleNamespace(stream=lambda: [publish()]),
+        digest=SimpleNamespace(stream=lambda: [asyncio.sleep(60)]),
+    )
     trainer = TrainerStage(ReplaceableActors("trainer", ranks), steps=1, folder=Path())
     with pytest.raises(RunFailed) as failed:
         await trainer.publish()

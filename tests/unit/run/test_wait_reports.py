@@ -15,7 +15,7 @@ from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.running_episodes import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
-from goaly.run import waiting
+from goaly.run import wait_reports
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.rollout_stage import FAILURES_IN_A_ROW, POISONED, TOO_LONG_IN_A_ROW, RolloutStage
@@ -169,10 +169,10 @@ async def test_a_long_wait_is_told_whenever_it_has_doubled_and_at_least_once_an_
         told.append(seconds)
         raise RuntimeError("what can't be told is no reason to end a run")
 
-    async with waiting.reporting(tell):
+    async with wait_reports.reporting(tell):
         await asyncio.sleep(29)
     assert told == []
-    async with waiting.reporting(tell):
+    async with wait_reports.reporting(tell):
         await asyncio.sleep(4 * 3600)
     await asyncio.sleep(9 * 3600)
     assert told == [30, 60, 120, 240, 480, 960, 1920, 3840, 3840 + 3600, 3840 + 7200]
@@ -225,7 +225,7 @@ def test_a_long_evaluation_tells_how_many_prompts_are_done():
 def test_a_long_start_tells_what_is_not_up_yet():
     said: list[str] = []
     work = {"rollouts": asyncio.sleep(1), "trainer": asyncio.sleep(50), "generators": asyncio.sleep(70)}
-    virtual_time.run(waiting.run_all(work, "starting", said.append))
+    virtual_time.run(wait_reports.run_all(work, "starting", said.append))
     assert said == ["starting for 30 s: waiting for trainer, generators", "starting for 60 s: waiting for generators"]
 
 

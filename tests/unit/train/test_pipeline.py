@@ -82,12 +82,11 @@ def test_no_stage_waits_for_ever_even_if_a_message_is_sent_only_once_it_is_recei
     for number in range(stages):
         pipeline = Recording(stage_of(stages, stages, number))
         pipeline.noted = []
-        pipeline.run(
-            [SimpleNamespace()] * microbatches,
-            lambda rows: rows,
-            lambda batch, hidden: torch.ones(1, requires_grad=trains) * (1 if hidden is None else hidden),
-            (lambda batch: None) if trains else None,
-        )
+        for each in pipeline.passes([SimpleNamespace()] * microbatches, lambda rows: rows, trains=trains):
+            if each.is_backward:
+                each.output.backward(each.gradient)
+            else:
+                each.output = torch.ones(1, requires_grad=trains) * (1 if each.arrived is None else each.arrived)
         exchanges.append(
             deque(
                 [(kind, peer) for kind, peer in zip(("send", "receive"), noted, strict=True) if peer is not None]
