@@ -189,7 +189,7 @@ def sample_in_ranks(sampler: Sampler, out: Path) -> SchedulingCounts:
 
 
 def recompute_in_ranks(recomputers: Sequence[Recomputer]) -> list[list[Compared]]:
-    """What trainers of the same ranks find on each of their packings."""
+    """The comparisons that trainers of the same ranks make on each of their packings."""
     with tempfile.TemporaryDirectory() as folder:
         in_ranks(_recompute, recomputers[0].trainer.ranks, (recomputers, Path(folder)))
         found = [torch.load(file, weights_only=False) for file in sorted(Path(folder).iterdir())]

@@ -2,7 +2,7 @@
 
 vLLM's kernel for its paged cache computes a request's queries in tiles whose sizes depend on their number, and divides
 long requests among threads. Here each token is a request of its own: one query over the keys before it, never divided.
-What the kernel does then depends on the token's position only. The trainer writes the keys and values of its packed
+The kernel's operations then depend on the token's position only. The trainer writes the keys and values of its packed
 documents into pages and calls the same kernel; its gradient is that of the ordinary attention. On a GPU the kernel is
 goaly's own (`bitwise_kernels.py`), over the same pages in the trainer and over vLLM's in a generator.
 

@@ -1,6 +1,6 @@
 """The operations of `model.numerics=bitwise` on a GPU, in Triton. Only forward passes; needs the package triton.
 
-What a kernel computes for a row is a fixed sequence of operations on the row's own data: the sizes of blocks are
+A kernel computes a row by a fixed sequence of operations on the row's own data: the sizes of blocks are
 constants or depend on the row's length alone, no sum is split among programs, and nothing is tuned or compiled anew for
 a number of rows or an address. A tile's other rows do not take part in a row's sums. Float32 products are products of
 float32, not of TF32.

@@ -18,8 +18,7 @@ Invariants
         number of threads, and with any part of the output features.
     numerics-2: A product over features that tensor-parallel ranks divide is the sum of the products over `SLICES` equal
         parts of them, each rounded to the model's type. So one rank and `SLICES` ranks add the same numbers.
-    numerics-3: An activation has the same bits in any place of a tensor: it never comes to the remainder of a vector
-        loop.
+    numerics-3: An activation has the same bits in any place of a tensor: it is never in the remainder of a vector loop.
     numerics-5: A row's softmax has the same bits in any place of a tensor, in any number of rows.
 """
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from goaly.weights.shared_memory import Segment
 
 PLACE = 1 << 20
-"""Bytes of a place. What is longer goes in pieces."""
+"""Bytes of a place. Longer tensors go in pieces."""
 
 
 class CpuRanks:

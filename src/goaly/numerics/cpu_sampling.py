@@ -11,8 +11,7 @@ vLLM draws a token for each request of a step, and drops that of a prompt of whi
 then sets the request's generator back by one draw, but a CPU's generator has no such operation. Here such a request
 draws without its generator. So a request with a seed gets the same draws, in however many steps its prompt is computed.
 
-What vLLM repeats at the start of each engine on CPUs happens once, when this module is imported, so that a fork
-server's forks have it.
+Importing this module does once what vLLM repeats at the start of each engine on CPUs: a fork server's forks have it.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,8 @@ with its columns.
 Shape suffixes: R rows, L their length, T tokens of a pass, P trained ones, D documents, N layers, K experts of a token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,16 +56,13 @@ class Microbatch:
         """The microbatch on this device."""
         if device.type == "cpu":
             return self
-        return Microbatch(
-            tokens_1T=self.tokens_1T.to(device),
-            positions_1T=self.positions_1T.to(device),
-            predicting_P=self.predicting_P.to(device),
-            targets_P=self.targets_P.to(device),
-            cells_P=self.cells_P.to(device),
-            columns={key: column.to(device) for key, column in self.columns.items()},
-            choices_1TNK=None if self.choices_1TNK is None else self.choices_1TNK.to(device),
-            replayed_1T=None if self.replayed_1T is None else self.replayed_1T.to(device),
-        )
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: column.to(device) for key, column in value.items()}
+            return None if value is None else value.to(device)
+
+        return Microbatch(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
 
 
 NOT_A_COLUMN = ("tokens", "positions", "trained", EXPERT_CHOICES)

@@ -39,7 +39,7 @@ class ParityCheck:
     """Compares a pass over microbatches, and keeps the first token that differs."""
 
     def __init__(self, ranks: int, alike: int, *, reports: bool = False):
-        """Of so many `ranks`, `alike` ones have the same rows in each pipeline stage; one of all `reports`."""
+        """Of the `ranks`, `alike` ones have the same rows in each pipeline stage. One rank of all `reports`."""
         self._ranks = ranks
         self._alike = alike
         self._warns = reports

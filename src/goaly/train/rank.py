@@ -99,7 +99,7 @@ class RankThread(Generic[EngineT]):
 
 
 def join_process_group(threads: int, ranks: int) -> None:
-    """Use this process's device and so many threads, and join the process group of so many ranks."""
+    """Use this process's device and this number of threads, and join the process group of all ranks."""
     import torch
     import torch.distributed as dist
 

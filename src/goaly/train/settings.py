@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NEEDS_GPU = "needs a GPU: shapes of the CPU's packed attention change with the documents"
 AXES = ("pp", "fsdp", "tp", "cp")
+"""The settings whose product is the number of ranks."""
 NOT_BITWISE = "must be 1 with model.numerics=bitwise, which has no context parallelism, or model.numerics fast"
 """Why ranks with bitwise numerics cannot divide the tokens of a pass."""
-"""The settings whose product is the number of ranks."""
 TIED_STAGES = "for tied embeddings: the first and the last stage would each need the weight that the other one changes"
 SHARED_PLANS = 128
 """DTensor plans each operation once for each number of tokens, which takes longer than a pass. Multiples of this are

@@ -31,7 +31,7 @@ def documents(
     choices: tuple[int, int, int] | None = None,
 ) -> list[Document]:
     """Random sequences of these or random lengths: a prompt of 3 tokens, then trained tokens with random columns. With
-    `choices`, random ones of experts: so many layers, experts, and experts of a token."""
+    `choices`, random ones of experts: these numbers of layers, experts, and experts of a token."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):

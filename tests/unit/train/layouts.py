@@ -1,4 +1,4 @@
-"""How ranks divide models, what engines give on them, and that it is what one process gives.
+"""Layouts of ranks, the results of engines on them, and their comparison with those of one process.
 
 A test file has some layouts, whose ranks are processes over gloo that all start at once.
 """
@@ -107,7 +107,7 @@ def change_adapters(engine: TrainEngine) -> None:
 
 
 def trained(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
-    """What a step on the batch gives on this rank: whole gradients, metrics, log-probs, whole new parameters."""
+    """The result of a step on this rank: whole gradients, metrics, log-probs, whole new parameters."""
     from torch.distributed.tensor import DTensor
 
     engine = TrainEngine(model_of(folder), settings)
@@ -169,7 +169,7 @@ def in_two(batch: PackedRows, rank: int, ranks: int) -> PackedRows:
 
 
 def in_parts(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
-    """What a batch in two parts gives on this rank, of a loss whose second step looks back to before the first."""
+    """The metrics of a batch in two parts, with a loss whose second step looks back to before the first."""
     engine = TrainEngine(model_of(folder), dataclasses.replace(settings, optimizer=SMALL_STEPS))
     batch = pack(batch_documents(), rows=ROWS, row_length=160)
     batch.rows["sampler_versions"].fill_(-1)  # no policy of this engine sampled them
@@ -190,7 +190,7 @@ def rewritten(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
-    """What a step and a frozen model give on this rank if the sampler has chosen the experts."""
+    """The results of a step and of a frozen model on this rank if the sampler has chosen the experts."""
     model = model_of(folder)
     engine = TrainEngine(model, dataclasses.replace(settings, optimizer=SMALL_STEPS))
     layers = len(engine._parallel.spec.model.layers)
@@ -203,7 +203,7 @@ def replayed(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
-    """What a critic's two passes over a batch in two parts give on this rank: metrics, and values after them."""
+    """A critic's metrics of two passes over a batch in two parts, and its values after them."""
     degrees = {axis: getattr(settings, axis) for axis in (*AXES, "ep")}
     critic = CriticSettings(optimizer=OptimizerSettings(lr=1e-2), epochs=2, value_clip=1.0, **degrees)
     engine = critic_engine(model_of(folder), critic, settings)
@@ -215,7 +215,7 @@ def judged(folder: Path, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def refused(folder: Path, settings: TrainerSettings) -> list[tuple[str, bool]]:
-    """What a rank says of a loss and of a gradient that are not finite on the last stage alone, and whether the
+    """The errors of a loss and of a gradient that are not finite on the last stage alone, and whether the
     parameters are as they were."""
     engine = TrainEngine(model_of(folder), settings)
     before, found = engine.digest(), []
@@ -276,7 +276,7 @@ def in_each_process(rank: int, port: int, out: Path, layouts: Mapping[str, Layou
 
 
 class Compared:
-    """What ranks have found, and what one process finds."""
+    """The results of ranks beside those of one process."""
 
     def __init__(self, out: Path, layouts: Mapping[str, Layout]):
         self._out, self._layouts = out, layouts
@@ -314,7 +314,7 @@ def mine(rows: Any, found: dict[str, Any], layout: Layout) -> Any:
 
 
 def assert_same_step(name: str, layout: Layout, ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """What the ranks have found is what one process found alone."""
+    """Each rank has the part of the step that one process made."""
     degrees, names = layout.degrees, set()
     for rank, found in enumerate(ranks):
         gradients = {key.replace(CHECKPOINTED, ""): one for key, one in found["gradients"].items()}
@@ -412,7 +412,7 @@ def cases(layouts: Mapping[str, Layout], first_lane: tuple[str, ...] = ()) -> It
 
 
 def compared(request: pytest.FixtureRequest, out: Path, layouts: Mapping[str, Layout]) -> Compared:
-    """What the ranks of those layouts have found which this session tests."""
+    """The layouts that this session tests, with the results of their ranks."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     wanted = {item.callspec.params.get("name") for item in items}
     return Compared(out, {name: layout for name, layout in layouts.items() if name in wanted})

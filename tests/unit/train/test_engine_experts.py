@@ -139,23 +139,6 @@ def test_the_balance_adds_the_gradient_of_its_loss(tmp_path: Path, dtype: str, t
     assert all((expected[name] - without[name]).norm() > 0.2 * without[name].norm() for name in routers)
 
 
-def test_balanced_experts_are_used_more_evenly(tmp_path: Path):
-    folder = write_tiny_model(tmp_path, TinyModel(layers=2, experts=4, hidden_dim=32))
-    batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
-    slowly = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-3))
-
-    def loads(balance: float) -> list[float]:
-        engine = TrainEngine(ModelSettings(path=str(folder)), dataclasses.replace(slowly, expert_balance=balance))
-        with torch.no_grad():
-            for layer in engine._experts.layers:
-                layer.router.gate.weight[0].mul_(8)  # the first expert has most tokens
-        return [engine.train_step(batch, objective)["experts/load_max"] for _ in range(40)]
-
-    without, balanced = loads(0.0), loads(0.1)
-    assert without[0] == balanced[0]  # nothing is known before the first step
-    assert sum(balanced[20:]) < sum(without[20:]) - 20 * 0.05
-
-
 def test_a_bias_that_follows_the_loads_spreads_the_tokens(tmp_path: Path):
     batch, objective = pack(documents(8), rows=4, row_length=160), PolicyObjective(LOSS)
     model = ModelSettings(path=str(write_random_deepseek(tmp_path)))

@@ -70,7 +70,7 @@ TWO_STEPS = tuple(Minibatch(rows=2, trained_tokens=100, sequences=4) for _ in ra
 
 
 def with_tokens_of(batch: PackedRows, other: PackedRows, every: int) -> None:
-    """Let every so many tokens of the batch be those that another policy sampled, which had the same sequences."""
+    """Let every n-th token of the batch be the one that another policy sampled in the same sequences."""
     taken_RL = batch.rows["trained"] & (batch.rows["positions"] % every == 0)
     for column in ("sampler_logprobs", "sampler_versions"):
         batch.rows[column] = torch.where(taken_RL, other.rows[column], batch.rows[column])

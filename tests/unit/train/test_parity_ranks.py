@@ -118,7 +118,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_both(out: Path, layout: str, case: str) -> Any:
-    """What the ranks said, which is the same."""
+    """The error of both ranks, which is the same."""
     one, other = (torch.load(out / f"{layout}.{rank}")[case] for rank in range(2))
     assert one == other
     return one

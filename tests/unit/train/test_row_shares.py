@@ -22,7 +22,7 @@ class Engine:
 
 
 def queue_of(count: int) -> tuple[Any, list[Any], list[tuple[int, int, str, float]]]:
-    """A queue with so many shares; its rows, and what is annotated: batch, share, key, the sum of the column."""
+    """A queue with this number of shares; its rows, and each annotation: batch, share, key, the sum of the column."""
     packed = [pack(documents(2, seed=seed), rows=2, row_length=64) for seed in range(count)]
     annotated: list[tuple[int, int, str, float]] = []
 

@@ -69,7 +69,7 @@ def gradients(engine: ModelEngine, packed: PackedRows, microbatch_rows: int) -> 
 
 
 def in_parts(packed: PackedRows, *sizes: int) -> PackedRows:
-    """The same rows in parts of so many."""
+    """The same rows in parts of these sizes."""
     counts = [int(rows["trained"].sum()) for rows in packed.rows.split(list(sizes))]
     minibatches = tuple(
         Minibatch(rows=rows, trained_tokens=count, sequences=1) for rows, count in zip(sizes, counts, strict=True)
@@ -96,7 +96,7 @@ def groups_of_two(sequences: Sequence[Document]) -> list[Group]:
 
 
 def of_one_critic_rank(groups: list[Group], *, trainer_ranks: int, row_length: int) -> PackedRows:
-    """A batch in three parts, packed for so many ranks of the trainer, as a critic of one rank pulls it."""
+    """A batch in three parts, packed for this number of trainer ranks, as a critic of one rank pulls it."""
     batch = build_batch(
         0,
         groups,
