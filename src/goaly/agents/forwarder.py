@@ -8,11 +8,11 @@ Agents get a key of this endpoint; that of the API elsewhere never reaches them.
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -26,9 +26,6 @@ from goaly.agents.refusals import Refusal, error_response
 from goaly.base.json_text import bounded_json
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL
-
-if TYPE_CHECKING:
-    import httpx
 
 LOOPBACK = "127.0.0.1"
 PASSED_ON = ("accept", "anthropic-beta", "anthropic-version", "content-type")
@@ -113,7 +110,7 @@ class Forwarder:
         if kind.startswith("text/event-stream"):
             episode.tokens = None
             return StreamingResponse(
-                _parts(answer), answer.status_code, media_type=kind, background=BackgroundTask(answer.aclose)
+                answer.aiter_bytes(), answer.status_code, media_type=kind, background=BackgroundTask(answer.aclose)
             )
         content = await answer.aread()
         if request.method == "POST" and answer.is_success and episode.tokens is not None:
@@ -151,11 +148,6 @@ def parameters(sampling: Sampling, seed: int | None = None) -> dict[str, Any]:
     if sampling.stop_token_ids:
         named["stop_token_ids"] = list(sampling.stop_token_ids)
     return {name: value for name, value in named.items() if value is not None}
-
-
-async def _parts(answer: "httpx.Response") -> AsyncIterator[bytes]:
-    async for part in answer.aiter_bytes():
-        yield part
 
 
 def _written(content: bytes) -> int | None:

@@ -103,7 +103,7 @@ class Ask:
 class Exchange:
     """One HTTP request under way."""
 
-    served: "HttpSession"
+    http_session: "HttpSession"
     call: Call | None
     """None if it samples nothing."""
     trained: bool = True

@@ -121,7 +121,7 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
     async def models() -> Response:
         shown = await serving.models.show_available_models()
         for model in shown.data:
-            model.max_model_len = EXCHANGE.get().served.policy.max_context  # shorter in training than elsewhere
+            model.max_model_len = EXCHANGE.get().http_session.policy.max_context  # shorter in training than elsewhere
         return JSONResponse(shown.model_dump())
 
     @routes.post(
@@ -130,7 +130,7 @@ def app(folder: str, max_context: int, parser: AnswerParser) -> FastAPI:
         responses={"default": {"model": OpenAIErrorResponse}},
     )
     async def reward(session_id: str, request: RewardRequest) -> Response:
-        served, call = EXCHANGE.get().served, EXCHANGE.get().call
+        served, call = EXCHANGE.get().http_session, EXCHANGE.get().call
         turns = [] if request.response_id is None else served.answered(request.response_id)
         if session_id not in (served.id, OWN):
             unknown = f"session_id={session_id}: the API key is that of session {served.id}"
@@ -178,7 +178,7 @@ def _asked_of(request: Any, raw_request: Request) -> None:
     """Whatever model the request names, the policy answers; whether that is trained may depend on the name."""
     refuse_unknown(request)
     exchange, metadata = EXCHANGE.get(), getattr(request, "metadata", None)
-    exchange.trained = not exchange.served.untrained.apply_to(request.model, raw_request.headers, metadata)
+    exchange.trained = not exchange.http_session.untrained.apply_to(request.model, raw_request.headers, metadata)
     request.model = MODEL
 
 

@@ -117,13 +117,13 @@ class _SessionRenderer(OnlineRenderer):
             raise refusal("tools", "set chat.tool_parser, which reads the calls in answers")
         variables = request.build_chat_params(None, "string").chat_template_kwargs
         tools = tool_dicts or []
-        said = read_messages(messages, self.model_config, exchange.served.parser.chat.reads_parts(tools))
+        said = read_messages(messages, self.model_config, exchange.http_session.parser.chat.reads_parts(tools))
         args = {key: value for key, value in variables.items() if key not in _OURS and value is not None}
         name = "input" if isinstance(request, ResponsesRequest) else "messages"
-        room = partial(exchange.served.check_room, exchange.call, parameter=name, trained=exchange.trained)
-        extend = partial(exchange.served.session.extend, said, tools, args, room)
+        room = partial(exchange.http_session.check_room, exchange.call, parameter=name, trained=exchange.trained)
+        extend = partial(exchange.http_session.session.extend, said, tools, args, room)
         continuation = await beside([said, tools], extend)
-        exchange.served.parser.check_template_args(continuation.request.template_args)
+        exchange.http_session.parser.check_template_args(continuation.request.template_args)
         request, tools = allowed(request, tools)
         one_call = request.parallel_tool_calls is False
         return [], [_asked(request, continuation, room, tools=tools, choice=choice_of(request), one_call=one_call)]
@@ -135,8 +135,8 @@ class _SessionRenderer(OnlineRenderer):
         exchange.is_read = True
         if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
             raise refusal("prompt", "must be one text or one list of token ids")
-        room = partial(exchange.served.check_room, exchange.call, parameter="prompt", trained=exchange.trained)
-        extend = partial(exchange.served.session.extend_text, prompt_input, room)
+        room = partial(exchange.http_session.check_room, exchange.call, parameter="prompt", trained=exchange.trained)
+        extend = partial(exchange.http_session.session.extend_text, prompt_input, room)
         continuation = await beside(prompt_input if isinstance(prompt_input, str) else "", extend)
         return [_asked(request, continuation, room, tools=(), plain=True)]
 
@@ -144,13 +144,13 @@ class _SessionRenderer(OnlineRenderer):
 def _asked(request: Any, continuation: Continuation, room: Room, *, plain: bool = False, **facts: Any) -> Any:
     """The prompt of the request under way, which becomes that of its exchange. Refuses it before vLLM checks its
     length."""
-    exchange, prompt = EXCHANGE.get(), list(continuation.prompt)
+    exchange, prompt, chat = EXCHANGE.get(), list(continuation.prompt), None if plain else continuation.request
     exchange.ask = Ask(
         continuation=continuation,
         given=given(request),
         answers=getattr(request, "n", 1) or 1,
         plain=plain,
-        structured_outputs=exchange.served.parser.structured_outputs(request, None if plain else continuation.request),
+        structured_outputs=exchange.http_session.parser.structured_outputs(request, chat),
         streams=bool(request.stream),
         trained=exchange.trained,
         **facts,
@@ -221,19 +221,17 @@ class _Responses(OpenAIServingResponses):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.response_store = cast(Any, _EarlierResponses())
-        self.msg_store = cast(Any, _EarlierMessages())
+        self.response_store = cast(Any, SimpleNamespace(get=self._earlier))
+        self.msg_store = cast(Any, SimpleNamespace(get=self._earlier_messages))
 
-
-class _EarlierResponses:
-    def get(self, response_id: str) -> Any:
-        is_one = len(EXCHANGE.get().served.answered(response_id)) == 1  # a chat may have several answers
+    @staticmethod
+    def _earlier(response_id: str) -> Any:
+        is_one = len(EXCHANGE.get().http_session.answered(response_id)) == 1  # a chat may have several answers
         return SimpleNamespace(id=response_id, output=[]) if is_one else None
 
-
-class _EarlierMessages:
-    def get(self, response_id: str) -> list[dict[str, Any]]:
-        (turn,) = EXCHANGE.get().served.answered(response_id)
+    @staticmethod
+    def _earlier_messages(response_id: str) -> list[dict[str, Any]]:
+        (turn,) = EXCHANGE.get().http_session.answered(response_id)
         return [*(message.as_dict() for message in turn.request.messages), {"role": "assistant", **turn.message}]
 
 
@@ -253,10 +251,10 @@ class _Engine(EngineClient):
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse what the session's limits do not allow, while the response can still have a status."""
         exchange = EXCHANGE.get()
-        if exchange.call is None or exchange.call.work is not None or exchange.served.recorded(exchange.call):
+        if exchange.call is None or exchange.call.work is not None or exchange.http_session.recorded(exchange.call):
             return
         try:
-            with exchange.served.session.sampling(n):
+            with exchange.http_session.session.sampling(n):
                 pass
         except (SessionExhausted, SessionBusy) as error:
             raise as_refusal(error) from error
@@ -267,7 +265,7 @@ class _Engine(EngineClient):
         exchange = EXCHANGE.get()
         assert exchange.ask is not None
         assert exchange.call is not None
-        served, tokens = exchange.served, list(prompt["prompt_token_ids"])
+        served, tokens = exchange.http_session, list(prompt["prompt_token_ids"])
         try:
             if not exchange.ask.streams:
                 exchange.returned = list(await served.answers(exchange.call, exchange.ask))
