@@ -21,7 +21,6 @@ from goaly.generate.engine_loop import EngineLoop
 from goaly.generate.policy import Policy
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
-from goaly.generate.streamed_answer import OnPart
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.attempts import Attempt, Begun, Serve, Solve, Verifier, by_chat, by_episode, by_tokens
 from goaly.rollout.episode import EpisodeContext
@@ -136,17 +135,8 @@ class _Sampler:
         self._loop = loop
         self.tokens = 0
 
-    async def generate(
-        self,
-        request_id: str,
-        tokens: list[int],
-        sampling: Sampling,
-        min_version: int = 0,
-        session: str | None = None,
-        on_part: OnPart | None = None,
-        begun_at: int | None = None,
-    ) -> Sample:
-        sample = await self._loop.generate(request_id, tokens, sampling, on_part=on_part)
+    async def generate(self, *request: Any, **options: Any) -> Sample:
+        sample = await self._loop.generate(*request, **options)
         self.tokens += len(sample.tokens)
         return sample
 

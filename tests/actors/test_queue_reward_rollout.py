@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import monarch.actor
 import pytest
 import torch
 from monarch.actor import Actor, ActorError, concurrent_endpoint
@@ -123,6 +123,22 @@ def procs():
     )
 
 
+def worker_on(mesh: Any, name: str, folder: Path, runs: Any, settings: RolloutSettings, **options: Any) -> Any:
+    """A worker that runs these episodes."""
+    return mesh.spawn(
+        name,
+        RolloutWorker,
+        "rollout-0",
+        settings,
+        pickled(runs),
+        tokenizer=str(folder),
+        sampling=SamplingSettings(max_tokens=8),
+        group_size=4,
+        max_context=64,
+        **options,
+    )
+
+
 @pytest.fixture
 async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     name = tmp_path.name.replace("_", "-")
@@ -135,21 +151,9 @@ async def stack(procs, tiny_model_folder: Path, tmp_path: Path):
     template.write_text(
         "{% for one in messages %}{{ one.content }}{{ '<eos>' if one.role == 'assistant' }}{% endfor %}"
     )
-    worker = procs.worker.spawn(
-        f"worker-{name}",
-        RolloutWorker,
-        "rollout-0",
-        RolloutSettings(),
-        pickled(episode),
-        queue=queue,
-        rewards=rewards,
-        tokenizer=str(tiny_model_folder),
-        chat=ChatSettings(template_file=str(template)),
-        sampling=SamplingSettings(max_tokens=8),
-        group_size=4,
-        max_context=64,
-        evaluation_context=128,
-    )
+    chat = ChatSettings(template_file=str(template))
+    options = {"queue": queue, "rewards": rewards, "chat": chat, "evaluation_context": 128}
+    worker = worker_on(procs.worker, f"worker-{name}", tiny_model_folder, episode, RolloutSettings(), **options)
     await rewards.start.call_one()
     await worker.replicas.call_one({"generator-0": generator})
     yield SimpleNamespace(queue=queue, rewards=rewards, generator=generator, worker=worker, folder=tmp_path)
@@ -234,24 +238,19 @@ async def test_an_actors_own_words_reach_the_reason_not_the_report_about_them(st
     assert summary.failed == "prompt q1: VerifierError: the reward pool was closed"
 
 
-async def test_cancelling_a_group_cancels_its_requests_and_fails_its_ticket(stack):
+async def test_a_groups_progress_is_known_and_cancelling_it_cancels_its_requests_and_fails_its_ticket(stack):
     ticket = await stack.queue.admit.call_one()
     long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))
     group = asyncio.ensure_future(_answer(stack.worker.run_group.call_one(ticket, long)))  # 7 tokens left: it hangs
     requests = await stack.generator.when_under_way.call_one(4)
     assert requests == ["0.0.0", "0.1.0", "0.2.0", "0.3.0"]
+    assert (await stack.worker.progress.call_one(ticket.index)).doing == {GENERATING: 4}
+    assert (await stack.queue.wait.call_one()).ticket == ticket.index
     await stack.worker.cancel.call_one([ticket.index])
     assert (await group).failed == "cancelled"
+    assert await stack.worker.progress.call_one(ticket.index) is None
     assert await stack.generator.when_under_way.call_one(0) == []
     assert await stack.queue.reasons.call_one() == {"failed: cancelled": 1}
-
-
-async def test_a_verifier_that_hangs_costs_the_reward_not_the_group(stack):
-    ticket = await stack.queue.admit.call_one()
-    hanging = Prompt(id="q4", source="sums", messages=PROMPT.messages, answer="hang")
-    summary = await stack.worker.run_group.call_one(ticket, hanging)
-    assert summary.rewards == (0.0,) * 4
-    assert (await stack.rewards.stats.call_one()).timeouts == 4
 
 
 async def test_a_request_that_is_cancelled_by_name_frees_the_hubs_verifier(procs):
@@ -267,18 +266,6 @@ async def test_a_request_that_is_cancelled_by_name_frees_the_hubs_verifier(procs
     assert await asyncio.wait_for(_answer(rewards.score.call_one(PROMPT, "123", "rollout-0.9")), 60) == 3.0
     assert (await rewards.stats.call_one()).timeouts == 0
     await rewards.close.call_one()
-
-
-async def test_a_worker_says_how_far_a_groups_episodes_are(stack):
-    ticket = await stack.queue.admit.call_one()
-    long = Prompt(id="q3", source="sums", messages=(Message(role="user", content="1" * 57),))
-    group = asyncio.ensure_future(_answer(stack.worker.run_group.call_one(ticket, long)))  # 7 tokens left: it hangs
-    await stack.generator.when_under_way.call_one(4)
-    assert (await stack.worker.progress.call_one(ticket.index)).doing == {GENERATING: 4}
-    assert (await stack.queue.wait.call_one()).ticket == ticket.index
-    await stack.worker.cancel.call_one([ticket.index])
-    await group
-    assert await stack.worker.progress.call_one(ticket.index) is None
 
 
 async def test_an_evaluation_takes_no_ticket_and_asks_the_same_when_it_is_repeated(stack):
@@ -332,39 +319,6 @@ async def test_an_error_of_another_library_reaches_the_caller_of_an_actor_as_tex
         await actors.ask("asks.ask", asks.ask.call_one())
 
 
-async def test_many_scores_at_once_each_reach_their_own_caller(stack):
-    calls = [stack.rewards.score.call_one(PROMPT, "1" * (at % 50)) for at in range(1000)]
-    assert [await call for call in calls] == [float(at % 50) for at in range(1000)]
-    assert (await stack.rewards.stats.call_one()).scores == 1000
-
-
-async def test_a_verifier_that_cannot_be_imported_is_named_by_start(procs):
-    rewards = procs.hub.spawn("rewards-broken", RewardPool, RewardSettings(verifier="no.such:thing"))
-    with pytest.raises(ActorError, match=r"verifier no.such:thing can't be used: ModuleNotFoundError"):
-        await rewards.start.call_one()
-
-
-async def test_verifier_processes_die_when_the_actors_process_is_killed(monkeypatch):
-    died = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda failure: loop.call_soon_threadsafe(died.set))
-    hub = spawn("rollout", name="doomed")
-    settings = RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_word", time_limit_seconds=600.0)
-    rewards = hub.spawn("rewards", RewardPool, settings)
-    await rewards.start.call_one()
-    child = int(await rewards.score.call_one(PROMPT, "pid"))
-    hanging = asyncio.ensure_future(_answer(rewards.score.call_one(PROMPT, "hang")))
-    parent = parent_of(child)
-    watch = os.pidfd_open(child)
-    os.kill(parent, 9)
-    gone, _, _ = await asyncio.to_thread(select.select, [watch], [], [], 10.0)
-    os.close(watch)
-    assert gone  # reward-2
-    with pytest.raises(Exception, match=r"(?i)supervision|fail"):
-        await hanging
-    await asyncio.wait_for(died.wait(), 30)
-
-
 async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tiny_model_folder: Path, procs):
     async def blocks(prompt: Prompt, context: EpisodeContext) -> Trajectory:
         if prompt.answer != "pid":
@@ -373,20 +327,12 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
 
     mesh = spawn("rollout", name="blocked")
     queue = procs.hub.spawn("queue-blocked", LoggedQueue, SETTINGS, AdvantageSettings(), 1, 0)
-    worker = mesh.spawn(
-        "worker-blocked",
-        RolloutWorker,
-        "rollout-0",
+    rewards = RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_answer")
+    settings, options = (
         RolloutSettings(blocked_seconds=1.0),
-        pickled(blocks),
-        queue=queue,
-        rewards=RewardSettings(verifier="tests.unit.reward.verifiers_under_test:by_answer"),
-        tokenizer=str(tiny_model_folder),
-        chat=ChatSettings(),
-        sampling=SamplingSettings(max_tokens=8),
-        group_size=4,
-        max_context=64,
+        {"queue": queue, "rewards": rewards, "chat": ChatSettings()},
     )
+    worker = worker_on(mesh, "worker-blocked", tiny_model_folder, blocks, settings, **options)
     await worker.start.call_one()
     asks_for_pid = Prompt(id="q6", source="sums", messages=PROMPT.messages, answer="pid")
     (process,) = await worker.evaluate.call_one("evaluation-0", asks_for_pid, 1)
@@ -396,10 +342,6 @@ async def test_an_episode_that_blocks_its_workers_event_loop_ends_the_worker(tin
     os.close(watch)
     assert gone
     group.cancel()
-
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 async def _answer(call):

@@ -234,12 +234,13 @@ class EngineLoop:
         name: str,
         prompt: list[int],
         sampling: Sampling,
-        *,
         min_version: int = 0,
+        session: str | None = None,
         on_part: OnPart | None = None,
         begun_at: int | None = None,
     ) -> Sample:
-        """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request."""
+        """The sample of this request; `on_part` gets its parts before. Cancelling the call cancels the request. A
+        `session` has no effect at a single engine."""
         future: asyncio.Future[Sample] = self._events.create_future()
 
         def deliver(_: str, result: Result) -> None:

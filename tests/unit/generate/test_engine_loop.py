@@ -120,15 +120,6 @@ async def test_an_engine_is_told_when_a_requests_conversation_began(loop):  # ge
     assert loop._engine.begun_at == {"new": None, "next": 4}
 
 
-async def test_a_request_for_newer_weights_sees_no_older_ones(loop):
-    held = ask(loop, "held", min_version=2)
-    assert (await ask(loop, "free")).versions.tolist() == [0] * 5
-    await loop.apply(1)
-    assert not held.done()
-    await loop.apply(2)
-    assert (await held).versions.tolist() == [2] * 5
-
-
 async def test_the_parts_of_a_streamed_answer_come_while_it_is_sampled_and_none_after_its_end(loop):
     """generate-1"""
     parts: list[VersionedTokens] = []
