@@ -215,6 +215,10 @@ def test_a_rectangle_is_divided_along_its_first_dim_that_divides_evenly_or_else_
     assert [mine[0][1] for mine in shared_among(3, (50, 99), 64)] == [(17, 99), (17, 99), (16, 99)]
 
 
+def test_holders_for_whom_nothing_is_left_keep_nothing() -> None:
+    assert sorted(shared_among(5, (3,), 8)) == [[], [], [((0,), (1,))], [((1,), (1,))], [((2,), (1,))]]
+
+
 def test_only_a_rectangle_of_more_than_the_bytes_to_split_is_divided() -> None:
     assert shared_among(2, (SPLIT_BYTES // 4,), SPLIT_BYTES) == [[((0,), (SPLIT_BYTES // 4,))], []]
     assert all(shared_among(2, (SPLIT_BYTES // 4 + 2,), SPLIT_BYTES))

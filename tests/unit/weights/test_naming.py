@@ -251,6 +251,9 @@ def test_a_part_of_a_fused_part_keeps_its_place_in_the_tensor_that_it_was_fused_
     _, k = renamed(fused_qkv, {"qkv": fused({"q": (2, 3), "k": (4, 3)}, dim=0)})
     assert k.part(((1, 0), (3, 3))).start == (3, 0)
     assert view({"qkv": numbered(0, (6, 3))}, k.part(((3, 1), (1, 2)))).tolist() == [[16, 17]]
+    w = numbered(0, (3, 2))
+    (turned,) = renamed(whole({"w": w}), {"w": transposed(same("turned", (2, 3)), (1, 0))})
+    assert torch.equal(view({"w": w}, turned.part(((1, 0), (1, 2)))), w.T[1:, :2])
 
 
 def test_one_of_a_stack_is_one_index_long_and_where_its_number_says() -> None:

@@ -11,7 +11,7 @@ from goaly.weights.buckets import cut
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.rdma import RemoteReader, RemoteSlots
 from goaly.weights.shared_memory import Ring
-from goaly.weights.slots import SHARED, Source
+from goaly.weights.slots import SHARED, UNSEALED, Source
 
 LAYOUT, BUCKETS = cut(layout_of({name: torch.zeros(16) for name in "abcdef"}), 64)
 WANTED = list(range(len(BUCKETS)))
@@ -53,6 +53,7 @@ def buffers() -> Iterator[tuple[tuple[Buffer, ...], ...]]:
     ring = Ring.create(LAYOUT, BUCKETS, 2)
     for number, view in enumerate(ring.views(0)):
         view.fill_(number)
+    ring.seal(0, 7)
     yield tuple(tuple(Buffer(stretch) for stretch in ring.stretches(slot)) for slot in range(2))
     ring.close()
     assert not Read.under_way  # weights-6
@@ -67,6 +68,7 @@ def source(buffers: tuple[tuple[Buffer, ...], ...]) -> Source:
 
 def test_what_was_fetched_stays_until_the_next_is_asked_for_and_nothing_is_read_after_the_end(buffers) -> None:
     reader = RemoteReader(source(buffers), WANTED)
+    assert [reader.sealed(slot) for slot in (0, 1, 0)] == [7, UNSEALED, 7]
     fetching = reader.fetch(0, WANTED)
     for bucket in WANTED[:2]:
         assert next(fetching) == [bucket]

@@ -309,6 +309,8 @@ def test_a_version_that_the_rank_that_left_has_staged_is_still_committed_and_wai
     ledger.end("rank 0 left", left=0)
     assert ledger.staging == 5
     assert ledger.lease_newer(7, 4) is None
+    with pytest.raises(WritersGone):
+        ledger.lease_newer(8, 5)
     assert stage(ledger, 1, 5)
     assert ledger.leased == {7: 5}
     with pytest.raises(WritersGone):
