@@ -156,7 +156,7 @@ async def measure(parameters: tuple[Parameter, ...], dtype: torch.dtype, given: 
     meshes = [this_host().spawn_procs(per_host={"procs": size}, bootstrap=_one_thread) for size in sizes]
     hub = this_host().spawn_procs(per_host={"procs": 1}, bootstrap=_one_thread)
     for mesh in meshes:
-        await rendezvous(mesh)
+        await rendezvous(mesh, "ranks")
     trainer, *readers = (mesh.spawn(f"rank_{number}", Rank) for number, mesh in enumerate(meshes))
     held = await asyncio.gather(
         trainer.hold.call(axis, parameters, dtype), *(one.hold.call("tp", parameters, dtype) for one in readers)

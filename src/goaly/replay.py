@@ -212,7 +212,7 @@ async def _trainer(asked: Asked, folder: Path) -> AsyncIterator[tuple[LoggedQueu
             store = spawn(meshes["hub"], "store", WeightStore, config.weights)
             queue = trajectory_queue(meshes["hub"], config)
             ranks = policy_trainer(meshes["trainer"], config, store, queue)
-            await rendezvous(meshes["trainer"])
+            await rendezvous(meshes["trainer"], "trainer")
             yield (
                 queue,
                 TrainerStage(

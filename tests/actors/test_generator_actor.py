@@ -62,7 +62,7 @@ async def procs(count: int, role: str) -> Any:
 
     mesh = spawn(role, count)
     if count > 1:
-        await rendezvous(mesh)
+        await rendezvous(mesh, "ranks")
     return mesh
 
 

@@ -70,7 +70,7 @@ async def told(
     placed = place([processes], settings, on)[processes.name]
     mesh = hosts.spawn(processes, placed)
     if with_ranks:
-        await rendezvous(mesh)
+        await rendezvous(mesh, "ranks")
     answers = await mesh.spawn(f"witness-{processes.name}", Witness).say.call()
     return [said for _, said in sorted(answers.items(), key=lambda answer: answer[0].rank)]
 

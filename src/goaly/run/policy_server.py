@@ -15,7 +15,7 @@ from typing import Any
 from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.public_gateway import PublicGateway
 from goaly.base.actors import spawn
-from goaly.base.errors import RunFailed, root_cause
+from goaly.base.errors import RunFailed
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
 from goaly.generate.router import Router
@@ -91,8 +91,8 @@ class _Replicas:
     """Spawns generators with the policy of the moment."""
 
     def __init__(self, config: PolicyServerConfig, policy: PolicySource, folder: Path):
-        self.hosts = Hosts(config.hosts, folder, self._died, trace=False)
         self.on_death: Callable[[str, str], Any] = lambda name, report: None
+        self.hosts = Hosts(config.hosts, folder, lambda *death: self.on_death(*death), trace=False)
         self._config = config
         self._policy = policy
         self._store = policy.store()
@@ -115,10 +115,7 @@ class _Replicas:
         planned, placed = self._planned[number], self._places[self._planned[number].name]
         mesh = self.hosts.spawn(replace(planned, name=name), placed)
         if planned.count > 1:
-            try:
-                await rendezvous(mesh)
-            except Exception as error:  # Monarch's error, which does not name these processes
-                raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
+            await rendezvous(mesh, name)
         store, settings, chat = self._store, self._config.generator, self._config.chat_settings
         if store is None:
             self._alone.add(name)
@@ -143,9 +140,6 @@ class _Replicas:
                 service.lost(name, "it has the policy that the run saved, and the run goes on")
             self._alone.clear()
             await service.follow(store)
-
-    def _died(self, actor: str, report: str) -> None:
-        self.on_death(actor, report)
 
 
 async def _close(closing: Coroutine[Any, Any, None]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from monarch.actor import Actor, ProcMesh, endpoint
 
+from goaly.base.errors import RunFailed, root_cause
+
 LOWEST_PORT = 10_000
 ENOUGH_PORTS = 1_000
 """A range of this many ports is large enough to choose from."""
@@ -35,18 +37,22 @@ class Rank(Actor):
             os.environ["LOCAL_RANK"] = "0"
 
 
-async def rendezvous(mesh: ProcMesh) -> None:
+async def rendezvous(mesh: ProcMesh, name: str) -> None:
     """Set RANK, WORLD_SIZE, MASTER_ADDR and the like in the processes of a mesh, so that they can form a process group.
 
     LOCAL_RANK is the index of the rank's GPU among those that its process sees, as torch, torchtitan and vLLM expect.
+    A failure is a RunFailed with the processes' `name`.
     """
     from monarch.spmd import setup_torch_elastic_env_async
 
-    members = mesh.spawn("rendezvous", Rank)
-    answers = await members.address.call()
-    host, port = min(answers.items(), key=lambda answer: answer[0].rank)[1]
-    await setup_torch_elastic_env_async(mesh, host, port)
-    await members.set_local_rank.call()
+    try:
+        members = mesh.spawn("rendezvous", Rank)
+        answers = await members.address.call()
+        host, port = min(answers.items(), key=lambda answer: answer[0].rank)[1]
+        await setup_torch_elastic_env_async(mesh, host, port)
+        await members.set_local_rank.call()
+    except Exception as error:  # Monarch's error, which does not name these processes
+        raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
 
 
 def lasting_port() -> int:

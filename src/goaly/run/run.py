@@ -22,7 +22,7 @@ from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
 from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.evaluations import PeriodicEvaluation
+from goaly.run.periodic_evaluation import PeriodicEvaluation
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.rollout_stage import RolloutStage

@@ -8,7 +8,6 @@ from pathlib import Path
 from monarch.actor import ProcMesh
 
 from goaly.base.actors import spawn
-from goaly.base.errors import RunFailed, root_cause
 from goaly.generate.generator import Generator
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.plan.placement import Placed, Processes
@@ -163,10 +162,7 @@ class RunActors:
     async def _joined(self, planned: str, name: str) -> ProcMesh:
         """These processes, once they have found each other, so that they can form a torch process group."""
         mesh = self.mesh(planned, name)
-        try:
-            await rendezvous(mesh)
-        except Exception as error:  # Monarch's error, which does not name these processes
-            raise RunFailed(f"{name} did not start: {root_cause(error)}") from error
+        await rendezvous(mesh, name)
         return mesh
 
 

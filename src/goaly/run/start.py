@@ -48,6 +48,7 @@ from goaly.run.run_actors import Hub, RunActors, process_of, replaced_roles
 from goaly.run.run_checkpoints import RunCheckpoints, Stateful
 from goaly.run.trainer_stage import CriticStage, TrainerStage
 from goaly.run.wait_reports import run_all
+from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
 
@@ -218,7 +219,6 @@ def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) ->
     def keep(
         one: ReplaceableActors[Any],
         replace: Callable[[str], Coroutine[Any, Any, Any]],
-        ranks: int = 1,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         run.replaceable.append(one)
@@ -228,7 +228,7 @@ def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) ->
             restarts=restarts,
             say=run.say,
             report_seconds=seconds,
-            has_peers=ranks > 1,
+            has_peers=roles.count(one.role) > 1,
             on_death=on_death,
         )
         run.keepers.append(run.tasks.create_task(kept, name=f"keep {one.role}"))
@@ -248,48 +248,39 @@ def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) ->
         await asyncio.to_thread(offer, run.run_dir, hub.store)
         return hub
 
-    async def trainer(name: str) -> PolicyTrainer:
+    async def new_trainer(name: str) -> PolicyTrainer:
         await roles.hub.call("store.lose_writers", lambda hub: hub.store.lose_writers.call_one())
         return await roles.trainer(name)
 
-    def replace_ranks(stage: Any, spawned: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
-        async def replace(name: str) -> Any:
-            ranks, newest = await asyncio.gather(spawned(name), asyncio.to_thread(checkpoints.newest))
-            await stage.restore(ranks, newest, run.backlog.again)
-            return ranks
+    async def replace_trained(
+        stage: TrainerStage | CriticStage, new: Callable[[str], Coroutine[Any, Any, Any]], name: str
+    ) -> Any:
+        ranks, newest = await asyncio.gather(new(name), asyncio.to_thread(checkpoints.newest))
+        await stage.restore(ranks, newest, run.backlog.again)
+        return ranks
 
-        keep(stage.ranks, replace, roles.count(stage.ranks.role))
+    async def replace_reference(stage: ReferenceStage, name: str) -> ReferenceModel:
+        ranks = await roles.reference(name)
+        assert ranks is not None, "the run has a reference"
+        await stage.restore(ranks)
+        return ranks
 
-    def replace_reference(stage: ReferenceStage) -> None:
-        async def replace(name: str) -> Any:
-            ranks = await roles.reference(name)
-            assert ranks is not None, "the run has a reference"
-            await stage.restore(ranks)
-            return ranks
-
-        keep(stage.ranks, replace, roles.count("reference"))
-
-    def replace_worker(index: int) -> None:
-        async def replace(name: str) -> RolloutWorker:
-            worker = await roles.rollout(index, name)
-            await run.rollouts.restore(worker)
-            return worker
-
-        keep(run.rollouts.workers[index], replace)
+    async def replace_worker(index: int, name: str) -> RolloutWorker:
+        worker = await roles.rollout(index, name)
+        await run.rollouts.restore(worker)
+        return worker
 
     if "hub" in replaced:
         keep(roles.hub, replace_hub, on_death=lose_callers)
-    for role, stage, spawned in (
-        ("trainer", run.trainer, trainer),
-        ("critic", run.critic, roles.critic),
-    ):
-        if stage is not None and role in replaced:
-            replace_ranks(stage, spawned)
+    if "trainer" in replaced:
+        keep(run.trainer.ranks, partial(replace_trained, run.trainer, new_trainer))
+    if run.critic is not None and "critic" in replaced:
+        keep(run.critic.ranks, partial(replace_trained, run.critic, roles.critic))
     if run.reference is not None and "reference" in replaced:
-        replace_reference(run.reference)
+        keep(run.reference.ranks, partial(replace_reference, run.reference))
     if "rollout" in replaced:
-        for index in range(run.config.rollout.workers):
-            replace_worker(index)
+        for index, worker in enumerate(run.rollouts.workers):
+            keep(worker, partial(replace_worker, index))
 
 
 async def _save_policy(run: Run, status: str) -> None:
