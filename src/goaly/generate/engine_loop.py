@@ -160,7 +160,7 @@ class Scheduler:
         if self._stopping:
             return [Stop()], []
         commands: list[Command] = []
-        cancelled, self._to_cancel = self._to_cancel, []
+        cancelled, self._to_cancel = list(dict.fromkeys(self._to_cancel)), []  # two callers may cancel a request
         never_started = [name for name in cancelled if self._waiting.pop(name, None) is not None]
         if len(never_started) < len(cancelled):
             commands.append(Cancel(tuple(name for name in cancelled if name not in never_started)))

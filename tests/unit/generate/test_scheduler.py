@@ -47,7 +47,7 @@ def test_a_newer_update_replaces_one_that_was_not_applied_yet():
 
 
 def test_a_request_that_is_cancelled_before_it_starts_never_reaches_the_engine():
-    scheduler = ask("keep", add("held", min_version=9), Cancel(("held", "running")))
+    scheduler = ask("keep", add("held", min_version=9), Cancel(("held", "running")), Cancel(("running",)))
     assert scheduler.has_work(running=0)
     assert scheduler.next(running=1) == ([Cancel(("running",))], ["held"])
     assert scheduler.waiting == 0
