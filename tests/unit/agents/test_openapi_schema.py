@@ -1,6 +1,6 @@
 """The OpenAPI schema that the endpoint publishes, and thousands of requests that `schemathesis` makes of it.
 
-GOALY_STORM_REQUESTS=10000 sends so many, which takes many minutes.
+GOALY_STORM_REQUESTS=10000 sends 10,000 requests, which takes many minutes.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ ROUTES = {
 CLIENTS = 4
 """Requests at the same time."""
 REDUCED = 9
-"""A case is sent so often with fewer options."""
+"""How often a case is sent with fewer options."""
 NEEDED = ("messages", "prompt", "input", "max_tokens", "model")
 HANGS_SECONDS = 60.0
 """A request that has no answer by then hangs: some thousand times what it takes."""
