@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from random_model import angles, native_tensors, write_random_deepseek, write_random_gpt_oss
 from safetensors.torch import load_file
 
@@ -21,7 +20,8 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.rendezvous import lasting_port
+from goaly.run.rendezvous import in_ranks
+from goaly.train.rank import join_process_group
 from goaly.train.settings import AXES, CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.train.value_head import train_values
@@ -257,12 +257,8 @@ COMPUTED: dict[str, Callable[[Path, TrainerSettings], Any]] = {
 }
 
 
-def in_each_process(rank: int, port: int, out: Path, layouts: Mapping[str, Layout]) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    world = next(iter(layouts.values())).ranks
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def in_each_process(rank: int, out: Path, layouts: Mapping[str, Layout]) -> None:
+    join_process_group(threads=1, ranks=next(iter(layouts.values())).ranks)
     for name, layout in layouts.items():
         found, settings = {}, settings_of(name, layout.degrees)
         for what in layout.properties:
@@ -272,7 +268,6 @@ def in_each_process(rank: int, port: int, out: Path, layouts: Mapping[str, Layou
         found["step"] |= {"leads": engine.leads, "digest": engine.digest()}
         engine.save_hf(out / f"{name}.hf")
         torch.save(found, out / f"{name}.{rank}")
-    dist.destroy_process_group()
 
 
 class Compared:
@@ -283,12 +278,7 @@ class Compared:
         self._alone: dict[str, Any] = {}
         for name, layout in layouts.items():
             write_model(out / name, layout.layers)
-        torch.multiprocessing.start_processes(
-            in_each_process,
-            (lasting_port(), out, layouts),
-            nprocs=next(iter(layouts.values())).ranks,
-            start_method="forkserver",
-        )
+        in_ranks(in_each_process, next(iter(layouts.values())).ranks, (out, layouts))
 
     def check(self, name: str, what: str) -> None:
         """Fail unless the ranks have found what one process finds."""

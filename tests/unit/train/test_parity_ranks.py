@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from goaly.base.errors import ParityError
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.rendezvous import lasting_port
+from goaly.run.rendezvous import in_ranks
+from goaly.train.rank import join_process_group
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, PackedRows
@@ -70,12 +70,8 @@ def said(engine: TrainEngine, batch: PackedRows) -> str:
     return "nothing differs"
 
 
-def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-
+def in_each_process(rank: int, models: Path, out: Path) -> None:
+    join_process_group(threads=1, ranks=2)
     for name, (model, degrees, operation) in BROKEN.items():
         optimizer = OptimizerSettings(lr=1e-2)
         settings = TrainerSettings(optimizer=optimizer, microbatch_rows=1, **degrees)
@@ -103,7 +99,6 @@ def in_each_process(rank: int, port: int, models: Path, out: Path) -> None:
                 break_module(engine._model, operation)
             found["older"] = said(engine, share)
         torch.save(found, out / f"{name}.{rank}")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +107,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
     for name, size in SIZES.items():
         write_tiny_model(folder / name, size)
-    arguments = (lasting_port(), folder, folder)
-    torch.multiprocessing.start_processes(in_each_process, arguments, nprocs=2, start_method="forkserver")
+    in_ranks(in_each_process, 2, (folder, folder))
     return folder
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -18,8 +17,9 @@ from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
-from goaly.run.rendezvous import lasting_port
+from goaly.run.rendezvous import in_ranks
 from goaly.train.model_engine import ModelEngine
+from goaly.train.rank import join_process_group
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
@@ -251,11 +251,8 @@ def test_a_tensor_loads_from_any_placement_into_any_other(  # train-5
         assert torch.equal(held.local, expected.local)
 
 
-def in_each_process(rank: int, port: int, folder: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def in_each_process(rank: int, folder: Path, out: Path) -> None:
+    join_process_group(threads=1, ranks=2)
     for name, degrees in LAYOUTS.items():
         settings = dataclasses.replace(SETTINGS, **degrees)
         made, resumed = policy(folder, settings), policy(folder, settings)
@@ -288,13 +285,12 @@ def in_each_process(rank: int, port: int, folder: Path, out: Path) -> None:
     if rank == 0:
         full.mkdir()
         (full / "__1_0.distcp").symlink_to("/dev/full")
-    dist.barrier()
+    torch.distributed.barrier()
     staged.stage()
     try:
         staged.write(full)
     except OSError as error:
         (out / f"full.{rank}").write_text(f"{error.errno} {error.filename}")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -305,9 +301,7 @@ def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Mod
     for _ in range(2):
         step(one)
     saved(one, out / "one")
-    torch.multiprocessing.start_processes(
-        in_each_process, (lasting_port(), folder, out), nprocs=2, start_method="forkserver"
-    )
+    in_ranks(in_each_process, 2, (folder, out))
     return one, out
 
 
