@@ -14,7 +14,8 @@ from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run import reference_stage
 from goaly.run.reference_stage import ReferenceStage
-from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.replaceable_actors import ReplaceableActors
+from tests.unit.run.keeping import keep
 from tests.virtual_time import turns
 
 EVERY = 4
@@ -77,12 +78,7 @@ class Run:
             await self.stage.restore(new)  # type: ignore[bad-argument-type]
             return new
 
-        async def kill(name: str) -> None: ...
-
-        restarts = Restarts(len(ranks) - 1, lambda: 0)
-        self.keeping = asyncio.ensure_future(
-            self.kept.keep(replace, kill=kill, restarts=restarts, say=self.said.append, report_seconds=0.0)
-        )
+        self.keeping = keep(self.kept, replace, limit=len(ranks) - 1, say=self.said.append)
 
     async def annotate(self, *batches: int) -> list[float]:
         """The versions that the metrics of these batches name."""

@@ -15,6 +15,7 @@ from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run.replaceable_actors import Lost, ReplaceableActors, Restarts
 from goaly.run.trainer_stage import CriticStage, TrainerStage
 from tests import virtual_time
+from tests.unit.run.keeping import keep
 from tests.virtual_time import turns
 
 
@@ -333,12 +334,7 @@ async def replaced_in_step(stage: Any, newer: Ranks, checkpoint: Checkpoint | No
         await stage.restore(newer, checkpoint, logged)
         return newer
 
-    async def kill(name: str) -> None:
-        pass
-
-    keeping = asyncio.ensure_future(
-        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 5), say=lambda text: None, report_seconds=0.0)
-    )
+    keeping = keep(stage.ranks, replace)
     for batch in range(3, 5):
         await stage.step(SimpleNamespace(id=batch))
     step = asyncio.ensure_future(stage.step(SimpleNamespace(id=5)))
@@ -389,11 +385,7 @@ async def test_a_copy_of_the_state_that_died_with_its_ranks_is_not_written_by_th
     async def replace(name: str) -> Ranks:
         return newer
 
-    async def kill(name: str) -> None: ...
-
-    keeping = asyncio.ensure_future(
-        stage.ranks.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None, report_seconds=0.0)
-    )
+    keeping = keep(stage.ranks, replace)
     await turns()
     assert await stage.stage() == 0
     stage.ranks.lost("critic", "process 7 ended")

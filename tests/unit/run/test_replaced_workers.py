@@ -12,9 +12,10 @@ from goaly.backlog.events import CANCELLED, Ticket
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group_runner import GroupSummary
-from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.rollout_stage import CANCEL_SECONDS, RolloutStage
 from tests import virtual_time
+from tests.unit.run.keeping import keep
 from tests.virtual_time import turns
 
 
@@ -83,18 +84,7 @@ class Rollouts:
         self._deadly = deadly
         workers = [ReplaceableActors(name, self.spawn(name)) for name in ("rollout-0", "rollout-1")]
         self.stage = RolloutStage(workers, backlog=backlog, fixed=fixed, sessions=sessions)
-        self.keeping = [
-            asyncio.ensure_future(
-                worker.keep(
-                    self.replace,
-                    kill=self.kill,
-                    restarts=Restarts(9, lambda: 0),
-                    say=lambda text: None,
-                    report_seconds=0.0,
-                )
-            )
-            for worker in workers
-        ]
+        self.keeping = [keep(worker, self.replace, limit=9) for worker in workers]
 
     def spawn(self, name: str) -> Worker:
         self.spawned[name] = Worker(name, answers=f"{name} " not in self._deadly)
@@ -105,8 +95,6 @@ class Rollouts:
         await self.stage.restore(worker)
         await self.may_replace.wait()
         return worker
-
-    async def kill(self, name: str) -> None: ...
 
     def close(self) -> None:
         for keeping in self.keeping:

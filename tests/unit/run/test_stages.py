@@ -15,8 +15,9 @@ from goaly.base.actors import SupervisionError
 from goaly.base.errors import RunFailed
 from goaly.journal.records import Published
 from goaly.run.backlog_stage import QUEUE_LOST, BacklogStage
-from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.trainer_stage import TrainerStage
+from tests.unit.run.keeping import keep
 from tests.virtual_time import turns
 
 
@@ -135,11 +136,7 @@ async def test_a_training_loop_goes_on_with_the_next_hub_which_has_what_the_dead
         assert await backlog.restore(hubs[1]) == "recovered"  # type: ignore[bad-argument-type]
         return hubs[1]
 
-    async def kill(name: str) -> None: ...
-
-    keeping = asyncio.ensure_future(
-        kept.keep(replace, kill=kill, restarts=Restarts(1, lambda: 0), say=lambda text: None, report_seconds=0.0)
-    )
+    keeping = keep(kept, replace)
     await turns()
     await backlog.open(tmp_path, 3, {"lr": 1.0})
     seen = []

@@ -14,11 +14,12 @@ import goaly
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
-from goaly.run.replaceable_actors import ReplaceableActors, Restarts
+from goaly.run.replaceable_actors import ReplaceableActors
 from goaly.run.trainer_stage import TrainerStage
 from goaly.train.settings import TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights.settings import WeightSettings
+from tests.unit.run.keeping import keep
 from tests.unit.train.batches import documents, pack
 from tests.virtual_time import turns
 
@@ -70,8 +71,7 @@ async def test_backward_is_at_most_ten_frames_in_five_files_below_the_scripts_st
     ranks = ReplaceableActors[Any](
         "trainer", SimpleNamespace(step=SimpleNamespace(stream=lambda batch: [endpoint(actor, batch)]))
     )
-    keep = ranks.keep(never, kill=never, restarts=Restarts(0, lambda: 0), say=print, report_seconds=0.0, has_peers=True)
-    keeping = asyncio.create_task(keep)
+    keeping = keep(ranks, never)
     await turns()
     others = asyncio.all_tasks()
     stage = TrainerStage(ranks, steps=9, folder=tmp_path)
