@@ -239,7 +239,7 @@ def _pass(
 
     from goaly.losses.objective import PolicyObjective
     from goaly.losses.settings import LossSettings
-    from goaly.train.rank import join_process_group
+    from goaly.train.rank_thread import join_process_group
     from goaly.train.train_engine import TrainEngine
     from goaly.weights.buckets import cut
     from goaly.weights.dtensor_layout import layout_of, local

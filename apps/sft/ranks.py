@@ -20,6 +20,6 @@ def wait_for_all_ranks() -> None:
 
 def join_ranks(config: SftConfig) -> None:
     """Meet the other ranks that torchrun started, if there are any."""
-    from goaly.train.rank import join_process_group
+    from goaly.train.rank_thread import join_process_group
 
     join_process_group(config.trainer.threads, int(os.environ.get("WORLD_SIZE", "1")))

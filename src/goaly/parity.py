@@ -36,7 +36,7 @@ from goaly.models.settings import ModelSettings
 from goaly.parity_search import UPDATED, halve, keep_first, search, with_cache_of
 from goaly.plan.run_config import RunConfig
 from goaly.run.rendezvous import fork_ranks_from_one_server, in_ranks
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import EXPERT_CHOICES, TensorDict, pack_rows, token_data
 

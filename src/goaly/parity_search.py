@@ -23,7 +23,7 @@ from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
 from goaly.run.rendezvous import in_ranks
 from goaly.train.microbatch import microbatch
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from goaly.train.settings import TrainerSettings
 from goaly.trajectory import TensorDict
 from goaly.weights.dtensor_layout import local

@@ -18,7 +18,7 @@ from goaly.models.settings import ModelSettings
 from goaly.plan.host_settings import HostSettings
 from goaly.plan.placement import ANYWHERE, IMPORTS, Placed, Processes
 from goaly.run.hosts import Hosts
-from goaly.train.rank import RankThread
+from goaly.train.rank_thread import RankThread
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.timeout(240)

@@ -25,7 +25,12 @@ RANKS = {role: " * ".join(f"{role}.{axis}" for axis in AXES) for role in COMPUTI
 
 IMPORTS = {
     "hub": ("goaly.weights.store", "goaly.journal.logged_queue", "goaly.reward.pool_actor"),
-    "trainer": ("goaly.train.trainer", "goaly.train.rank", "goaly.train.parallel_model", "goaly.losses.objective"),
+    "trainer": (
+        "goaly.train.trainer",
+        "goaly.train.rank_thread",
+        "goaly.train.parallel_model",
+        "goaly.losses.objective",
+    ),
     "reference": ("goaly.train.reference", "goaly.train.parallel_model"),
     "critic": ("goaly.train.critic", "goaly.train.value_head", "goaly.train.parallel_model"),
     "generator": ("goaly.generate.generator", "goaly.generate.vllm_engine", "goaly.weights.subscriber"),

@@ -14,8 +14,8 @@ from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
 from goaly.train import row_shares
-from goaly.train.actor import ModelActor
-from goaly.train.rank import RankThread
+from goaly.train.model_actor import ModelActor
+from goaly.train.rank_thread import RankThread
 from goaly.train.settings import CriticSettings, TrainerSettings
 
 if TYPE_CHECKING:

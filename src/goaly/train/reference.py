@@ -22,8 +22,8 @@ from goaly.base.errors import WeightsError
 from goaly.base.telemetry import spans
 from goaly.models.settings import ModelSettings
 from goaly.train import row_shares
-from goaly.train.actor import ModelActor
-from goaly.train.rank import RankThread
+from goaly.train.model_actor import ModelActor
+from goaly.train.rank_thread import RankThread
 from goaly.train.settings import ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 

@@ -18,8 +18,8 @@ from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
-from goaly.train.actor import ModelActor
-from goaly.train.rank import RankThread
+from goaly.train.model_actor import ModelActor
+from goaly.train.rank_thread import RankThread
 from goaly.train.settings import TrainerSettings
 from goaly.weights.settings import WeightSettings
 

@@ -36,7 +36,7 @@ def long_row() -> PackedRows:
 
 def train(rank: int, model: ModelSettings, settings: TrainerSettings, out: Path) -> None:
     """Two optimizer steps; the metrics of the second, and what the tensors took in it."""
-    from goaly.train.rank import join_process_group
+    from goaly.train.rank_thread import join_process_group
     from goaly.train.train_engine import TrainEngine
 
     join_process_group(1, settings.ranks)

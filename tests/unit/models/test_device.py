@@ -8,7 +8,7 @@ import torch
 
 from goaly.base.errors import ConfigError
 from goaly.models.device import keep_pinned_sizes, local_device, use_local_device
-from goaly.train.rank import RankThread
+from goaly.train.rank_thread import RankThread
 from goaly.train.settings import TrainerSettings
 
 

@@ -21,7 +21,7 @@ from goaly.losses.settings import LossSettings, Rejection
 from goaly.models.settings import LoraSettings, ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.rendezvous import in_ranks
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from goaly.train.settings import AXES, CriticSettings, OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.train.value_head import train_values

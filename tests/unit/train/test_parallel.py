@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from goaly.train.parallel_model import _layout
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from tests.unit.train.layouts import SETTINGS, Compared, Layout, cases, compared
 
 LAYOUTS = {

@@ -13,7 +13,7 @@ from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.rendezvous import in_ranks
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine
 from goaly.trajectory import EXPERT_CHOICES, PackedRows

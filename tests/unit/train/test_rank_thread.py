@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from goaly.train.rank import RankThread
+from goaly.train.rank_thread import RankThread
 
 
 class Slow:

@@ -19,7 +19,7 @@ from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.run.rendezvous import in_ranks
 from goaly.train.model_engine import ModelEngine
-from goaly.train.rank import join_process_group
+from goaly.train.rank_thread import join_process_group
 from goaly.train.saved_state import StagedState, _LoadPlanner, _LocalTensor, _SavePlanner, load_state
 from goaly.train.settings import CriticSettings, OptimizerSettings, ScheduleSettings, TrainerSettings
 from goaly.train.train_engine import TrainEngine

@@ -1,6 +1,6 @@
 """The base of the actors of trained models: their state goes into checkpoints while they go on training.
 
-`rank.py` does the work. It is another file because supervised runs use it without Monarch.
+`rank_thread.py` does the work. It is another file because supervised runs use it without Monarch.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from monarch.actor import Actor
 
 from goaly.base.actors import concurrent_endpoint
-from goaly.train.rank import RankThread
+from goaly.train.rank_thread import RankThread
 
 
 class ModelActor(Actor):
