@@ -11,13 +11,11 @@ speed, and nothing else takes time.
 
 import argparse
 import json
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -30,8 +28,6 @@ from goaly.weights.reshard_plan import Copy, plan, share
 from goaly.weights.settings import MIB, WeightSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +90,6 @@ class Update:
     dtype: str
     parameters: int
     tensors: int
-    share_seconds: float
-    cut_seconds: float
-    """The longest time to cut one trainer rank's share, on this machine."""
-    plan_seconds: float
-    """The longest time to plan for one generator rank, on this machine."""
     staged: Load
     sent: Load
     received: Load
@@ -122,16 +113,14 @@ def simulate(
     """Plan one update of the model from the trainer's ranks to all replicas of the generator."""
     parameters = MODELS[model].parameters()
     layouts = [trainer.layout(parameters, rank, DTYPES[dtype]) for rank in range(trainer.ranks)]
-    shares, share_seconds = _timed(lambda: share(layouts))
+    shares = share(layouts)
     replica_ranks = generator.fsdp * generator.tp
     destinations = [generator.layout(parameters, rank, DTYPES[dtype]) for rank in range(replica_ranks)]
-    writers, cut_seconds = _cut(shares, destinations, generator.replicas, network, bucket_bytes)
+    writers = _cut(shares, destinations, generator.replicas, network, bucket_bytes)
     layouts = [writer.layout for writer in writers]
     links: list[Link] = []
-    plan_seconds = 0.0
     for rank, destination in enumerate(destinations):
-        copies, seconds = _timed(lambda wanted=destination: plan(layouts, wanted))
-        plan_seconds = max(plan_seconds, seconds)
+        copies = plan(layouts, destination)
         for replica in range(generator.replicas):  # all hold the same, so all have the same plan
             links.extend(_links(writers, copies, replica * replica_ranks + rank, network))
     staged = _load([sum(shard.bytes for shard in mine) for mine in shares])
@@ -144,9 +133,6 @@ def simulate(
         dtype=dtype,
         parameters=sum(parameter.elements for parameter in parameters),
         tensors=len(parameters),
-        share_seconds=share_seconds,
-        cut_seconds=cut_seconds,
-        plan_seconds=plan_seconds,
         staged=staged,
         sent=_load(_sums(links, "trainer", trainer.ranks)),
         received=_load(_sums(links, "generator", generator.ranks)),
@@ -169,20 +155,18 @@ class _WriterBuckets:
 
 def _cut(
     shares: Sequence[Layout], destinations: Sequence[Layout], replicas: int, network: Network, bucket_bytes: int
-) -> tuple[list[_WriterBuckets], float]:
-    """Each trainer rank's share, cut for the generator ranks on other hosts; and the longest time that took."""
+) -> list[_WriterBuckets]:
+    """Each trainer rank's share, cut for the generator ranks on other hosts."""
     needs = [needs_of(destination) for destination in destinations]
-    writers, longest = [], 0.0
+    writers = []
     for trainer, layout in enumerate(shares):
         numbers = range(replicas * len(needs))
         elsewhere = {
             number % len(needs) for number in numbers if network.host(len(shares) + number) != network.host(trainer)
         }
         told = distinct(needs[rank] for rank in sorted(elsewhere))
-        cut_here, seconds = _timed(lambda share=layout, told=told: cut(share, bucket_bytes, told))
-        writers.append(_WriterBuckets(*cut_here))
-        longest = max(longest, seconds)
-    return writers, longest
+        writers.append(_WriterBuckets(*cut(layout, bucket_bytes, told)))
+    return writers
 
 
 def _links(writers: Sequence[_WriterBuckets], copies: Sequence[Copy], generator: int, network: Network) -> list[Link]:
@@ -206,12 +190,6 @@ def _links(writers: Sequence[_WriterBuckets], copies: Sequence[Copy], generator:
         )
         links.append(link)
     return links
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    begun = time.perf_counter()
-    answer = work()
-    return answer, time.perf_counter() - begun
 
 
 def _sums(links: Sequence[Link], side: str, ranks: int) -> list[int]:
@@ -247,8 +225,6 @@ def report(update: Update) -> str:
         f"{update.dtype}",
         f"trainer    {update.trainer}: {_loads(update.staged)} staged, {_loads(update.sent)} sent",
         f"generator  {update.generator}: {_loads(update.received)} received",
-        f"planned    in {update.plan_seconds:.2f} s for one rank, after {update.share_seconds:.2f} s for all sources, "
-        f"{update.cut_seconds:.2f} s to cut one's",
     ]
     for in_host, where in ((True, "in-host"), (False, "cross-host")):
         links = [link for link in update.links if link.in_host == in_host]
