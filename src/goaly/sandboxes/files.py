@@ -1,0 +1,93 @@
+"""Files on their way into a sandbox and out of it.
+
+A process inside the sandbox, with the sandbox's user and root, reads and writes them (`native/files.c`): no link or
+path of the sandbox means anything on the host. What comes out is checked again before it is written to the host.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from goaly.sandboxes.contract import Entry
+
+HEAD = struct.Struct("<cIIQ")
+KINDS: dict[bytes, Literal["file", "folder", "link"]] = {b"f": "file", b"d": "folder", b"l": "link"}
+LETTERS = {kind: letter for letter, kind in KINDS.items()}
+
+
+def stream_of(entries: Sequence[Entry]) -> Iterator[bytes]:
+    """The bytes that `native/files.c` reads."""
+    for entry in entries:
+        path = entry.path.encode(errors="surrogateescape")
+        if not clean(entry.path):
+            raise ValueError(f"{entry.path!r} must be a relative path without '..'")
+        yield (
+            HEAD.pack(
+                entry.kind[0].encode() if entry.kind != "folder" else b"d", entry.mode, len(path), len(entry.contents)
+            )
+            + path
+        )
+        yield entry.contents
+
+
+def entries_of(stream: bytes) -> list[Entry]:
+    """The entries of a stream that `native/files.c` wrote. ValueError if it ends early or is malformed."""
+    entries, at = [], 0
+    while at < len(stream):
+        if at + HEAD.size > len(stream):
+            raise ValueError("the stream of files ends in the middle of an entry")
+        kind, mode, path_bytes, content_bytes = HEAD.unpack_from(stream, at)
+        at += HEAD.size
+        end = at + path_bytes + content_bytes
+        if kind not in KINDS or end > len(stream):
+            raise ValueError("the stream of files is malformed or ends in the middle of an entry")
+        path = stream[at : at + path_bytes].decode(errors="surrogateescape")
+        entries.append(Entry(path=path, kind=KINDS[kind], mode=mode, contents=stream[at + path_bytes : end]))
+        at = end
+    return entries
+
+
+def clean(path: str) -> bool:
+    """Whether a path stays below the folder that it is relative to."""
+    return not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+
+
+def folder_entries(folder: Path) -> list[Entry]:
+    """Everything below a folder of the host; links as links."""
+    entries = []
+    for at, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files) + folders:
+            path = Path(at, name)
+            relative = str(path.relative_to(folder))
+            mode = path.lstat().st_mode & 0o777
+            if path.is_symlink():
+                entries.append(Entry(path=relative, kind="link", contents=os.fsencode(os.readlink(path))))
+            elif path.is_dir():
+                entries.append(Entry(path=relative, kind="folder", mode=mode))
+            elif path.is_file():
+                entries.append(Entry(path=relative, contents=path.read_bytes(), mode=mode))
+    return entries
+
+
+def write_folder(entries: Sequence[Entry], folder: Path) -> list[str]:
+    """Write entries of a sandbox below a folder of the host; the paths that were left out.
+
+    Links are left out, and so is every path that would lead out of the folder: a later reader might follow them.
+    """
+    left_out = []
+    for entry in entries:
+        path = folder / entry.path
+        if not clean(entry.path) or entry.kind == "link":
+            left_out.append(entry.path)
+        elif entry.kind == "folder":
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(entry.contents)
+            path.chmod(entry.mode & 0o755)
+    return left_out

@@ -1,0 +1,298 @@
+/* Starts sandboxes, knows which live, and removes all of them when its owner ends.
+ *
+ *     sandboxes LISTEN OWNER FOLDER FIRST_ID
+ *
+ * LISTEN is a descriptor of a listening socket (SOCK_SEQPACKET), OWNER one that is readable when the owner is gone, FOLDER an
+ * empty folder for mounts, FIRST_ID the host's user that is root in every sandbox, or -1: the server's own user.
+ *
+ * Requests: `S` start, `A` attach, `T` terminate, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have
+ * the request's operation or `E`, and its id; `X` reports the end of a sandbox to the client that has it. */
+#define _GNU_SOURCE
+#include "wire.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/mount.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST 16384
+#define MOST_GROUPS 8
+#define MOST_HIDDEN 64
+#define IDS 65536
+
+struct box { uint32_t id; pid_t pid; int host_end, client; time_t until, keep; char *groups[MOST_GROUPS]; int n_groups; };
+
+static struct box boxes[MOST];
+static int n_boxes, first_id, poller, users = -1;
+static struct message m;
+
+static time_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_BOOTTIME, &t);
+    return t.tv_sec;
+}
+
+static void write_file(const char *path, const char *text) {
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0 || write(fd, text, strlen(text)) < 0) {
+        int kept = errno;
+        if (fd >= 0) close(fd);
+        errno = kept;
+        return;
+    }
+    close(fd);
+    errno = 0;
+}
+
+static void map_ids(pid_t pid) {
+    char path[64], map[64];
+    snprintf(map, sizeof map, "0 %d %d", first_id < 0 ? 0 : first_id, first_id < 0 ? 1 : IDS);
+    if (first_id < 0) snprintf(path, sizeof path, "/proc/%d/setgroups", pid), write_file(path, "deny");
+    snprintf(path, sizeof path, "/proc/%d/gid_map", pid), write_file(path, map);
+    snprintf(path, sizeof path, "/proc/%d/uid_map", pid), write_file(path, map);
+}
+
+static struct box *find(uint32_t id) {
+    for (int i = 0; i < n_boxes; i++)
+        if (boxes[i].id == id) return &boxes[i];
+    return NULL;
+}
+
+static void refuse(int client, const char *what) {
+    wire_say(client, 'E', m.id, "%s: %s", what, strerror(errno));
+}
+
+/* Fields: name, bytes, files, seconds without a client, ptrace, number of layers, layers (names of `I` and `Y`), number of hidden folders,
+ * hidden folders, then control groups: a folder to make, and `file=value` for the folder before it. Answer: pid, with the client's end of the sandbox's socket. */
+static void start(int client) {
+    static const char *layers[512], *hidden[MOST_HIDDEN];
+    static char paths[512][128];
+    struct box box = {.id = m.id, .client = client};
+    struct sandbox sandbox = {.folder = "../here", .layers = layers};
+    int pair[2], go[2];
+    sandbox.hostname = wire_text(&m), sandbox.bytes = wire_text(&m), sandbox.inodes = wire_text(&m);
+    box.keep = (time_t)wire_number(&m);
+    sandbox.debuggable = (int)wire_number(&m), sandbox.n_layers = (int)wire_number(&m);
+    for (int i = 0; i < sandbox.n_layers && i < 512; i++) {
+        const char *name = wire_text(&m);
+        if (strchr(name, '/') || *name == '.') sandbox.n_layers = -1;
+        snprintf(paths[i], sizeof paths[i], "../layers/%s", name), layers[i] = paths[i];
+    }
+    sandbox.hidden = hidden, sandbox.n_hidden = (int)wire_number(&m);
+    for (int i = 0; i < sandbox.n_hidden && i < MOST_HIDDEN; i++) hidden[i] = wire_text(&m);
+    if (sandbox.n_hidden > MOST_HIDDEN) sandbox.n_layers = -1;
+    errno = n_boxes == MOST ? EMFILE : sandbox.n_layers < 1 || sandbox.n_layers > 399 ? EINVAL : find(m.id) ? EEXIST : 0;
+    if (errno || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) || pipe2(go, O_CLOEXEC)) {
+        refuse(client, "a sandbox");
+        return;
+    }
+    sandbox.control = pair[1], sandbox.go = go[0];
+    box.host_end = pair[0];
+    box.pid = (pid_t)syscall(SYS_clone, CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | SIGCHLD, 0, 0, 0, 0);
+    if (box.pid == 0) {
+        close(go[1]);
+        sandbox_main(&sandbox);
+    }
+    close(pair[1]), close(go[0]);
+    if (box.pid < 0) {
+        refuse(client, "a process");
+        close(pair[0]), close(go[1]);
+        return;
+    }
+    map_ids(box.pid);
+    char path[1024], pid[16];
+    snprintf(pid, sizeof pid, "%d", box.pid);
+    const char *failed = errno ? "the map of users" : NULL;
+    while (!failed && m.at < m.length && box.n_groups < MOST_GROUPS) {
+        const char *text = wire_text(&m), *value = strchr(text, '=');
+        if (*text == '/') {
+            if (mkdir(text, 0755) && errno != EEXIST) failed = text;
+            else box.groups[box.n_groups++] = strdup(text);
+        } else if (value && box.n_groups) {
+            snprintf(path, sizeof path, "%s/%.*s", box.groups[box.n_groups - 1], (int)(value - text), text);
+            write_file(path, value + 1);
+            if (errno) failed = path;
+        }
+    }
+    for (int i = 0; !failed && i < box.n_groups; i++) {
+        snprintf(path, sizeof path, "%s/cgroup.procs", box.groups[i]);
+        write_file(path, pid);
+        if (errno) failed = path;
+    }
+    if (failed) refuse(client, failed), kill(box.pid, SIGKILL);
+    else if (write(go[1], "", 1) == 1) wire_send(client, 'S', m.id, pid, strlen(pid) + 1, &pair[0], 1);
+    close(go[1]);
+    boxes[n_boxes++] = box;
+}
+
+static void end_box(int at) {
+    struct box *box = &boxes[at];
+    while (box->n_groups) rmdir(box->groups[--box->n_groups]), free(box->groups[box->n_groups]);
+    close(box->host_end);
+    *box = boxes[--n_boxes];
+}
+
+static void reap(int signals) {
+    struct signalfd_siginfo skipped[64];
+    while (read(signals, skipped, sizeof skipped) > 0) {}
+    int status;
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+        for (int i = 0; i < n_boxes; i++)
+            if (boxes[i].pid == pid) {
+                if (boxes[i].client >= 0) wire_say(boxes[i].client, 'X', boxes[i].id, "%d", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+                end_box(i);
+                break;
+            }
+}
+
+/* A folder with the sandboxes' users: user 0 of its files is root inside. */
+static int mapped(int tree) {
+    if (first_id < 0) return 0;
+    if (users < 0) {
+        pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWUSER | SIGCHLD, 0, 0, 0, 0);
+        if (!pid) pause();
+        map_ids(pid);
+        char path[64];
+        snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
+        users = open(path, O_RDONLY | O_CLOEXEC);
+        kill(pid, SIGKILL);
+        if (users < 0) return -1;
+    }
+    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)users};
+    return (int)syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH, &attributes, sizeof attributes);
+}
+
+/* Fields: a name, and for an image its folder. Descriptor: a snapshot's layer. */
+static void add_layer(int client) {
+    char at[128];
+    const char *name = wire_text(&m), *path = wire_text(&m);
+    snprintf(at, sizeof at, "../layers/%s", name);
+    if (strchr(name, '/') || *name == '.' || (m.op == 'Y' && !m.n_fds)) {
+        errno = EINVAL;
+        refuse(client, name);
+        return;
+    }
+    int tree = m.op == 'Y' ? m.fds[0] : (int)syscall(SYS_open_tree, AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (first_id < 0 ? AT_RECURSIVE : 0));
+    if (tree < 0 || (m.op == 'I' && mapped(tree)) || (mkdir(at, 0755) && errno != EEXIST) || syscall(SYS_move_mount, tree, "", AT_FDCWD, at, MOVE_MOUNT_F_EMPTY_PATH))
+        refuse(client, m.op == 'I' ? path : name);
+    else wire_send(client, m.op, m.id, NULL, 0, NULL, 0);
+    if (m.op == 'I' && tree >= 0) close(tree);
+}
+
+static void forget_layer(int client) {
+    char at[128];
+    const char *name = wire_text(&m);
+    snprintf(at, sizeof at, "../layers/%s", name);
+    if (strchr(name, '/') || *name == '.' || umount2(at, MNT_DETACH) || rmdir(at)) refuse(client, name);
+    else wire_send(client, 'Z', m.id, NULL, 0, NULL, 0);
+}
+
+static void serve(int client) {
+    struct box *box = find(m.id);
+    switch (m.op) {
+        case 'S': start(client); break;
+        case 'I': case 'Y': add_layer(client); break;
+        case 'Z': forget_layer(client); break;
+        case 'A':
+            errno = ESRCH;
+            if (!box) refuse(client, "the sandbox");
+            else box->client = client, box->until = 0, wire_send(client, 'A', m.id, NULL, 0, &box->host_end, 1);
+            break;
+        case 'T':
+            errno = ESRCH;
+            if (!box) refuse(client, "the sandbox");
+            else kill(box->pid, SIGKILL), box->client = client;
+            break;
+    }
+}
+
+/* Nobody has a client's sandboxes any more: they live on for a while, so another one can attach. */
+static void leave(int client) {
+    for (int i = 0; i < n_boxes; i++)
+        if (boxes[i].client == client) boxes[i].client = -1, boxes[i].until = now() + boxes[i].keep;
+    close(client);
+}
+
+static int milliseconds_to_the_next_end(void) {
+    time_t next = 0, t = now();
+    for (int i = 0; i < n_boxes; i++) {
+        if (!boxes[i].until) continue;
+        if (boxes[i].until <= t) kill(boxes[i].pid, SIGKILL);
+        else if (!next || boxes[i].until < next) next = boxes[i].until;
+    }
+    return next ? (int)(next - t) * 1000 : -1;
+}
+
+static void end_all(void) {
+    for (int i = 0; i < n_boxes; i++) kill(boxes[i].pid, SIGKILL);
+    while (waitpid(-1, NULL, 0) > 0) {}
+    while (n_boxes) end_box(n_boxes - 1);
+    exit(0);
+}
+
+static void watch(int fd) {
+    struct epoll_event event = {EPOLLIN, {.fd = fd}};
+    if (epoll_ctl(poller, EPOLL_CTL_ADD, fd, &event)) exit(1);
+}
+
+static void become_root_of_a_namespace(void) {
+    char map[64];
+    uid_t uid = getuid();
+    gid_t gid = getgid();
+    if (unshare(CLONE_NEWUSER)) perror("a namespace of users"), exit(1);
+    write_file("/proc/self/setgroups", "deny");
+    snprintf(map, sizeof map, "0 %u 1", gid), write_file("/proc/self/gid_map", map);
+    snprintf(map, sizeof map, "0 %u 1", uid), write_file("/proc/self/uid_map", map);
+}
+
+int main(int n, char **words) {
+    if (n != 5) return 2;
+    int listening = atoi(words[1]), owner = atoi(words[2]);
+    first_id = atoi(words[4]);
+    const char *folder = words[3];
+    if (first_id < 0) become_root_of_a_namespace();
+    prctl(PR_SET_NAME, "sandboxes", 0, 0, 0);
+    if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) || mount("sandboxes", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+        || chdir(folder) || mkdir("here", 0755) || mkdir("layers", 0755) || chdir("here")) {
+        perror("mounts of its own");
+        return 1;
+    }
+    sigset_t child;
+    sigemptyset(&child), sigaddset(&child, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &child, NULL);
+    int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
+    for (int number = 1; number < 32; number++)
+        if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGPIPE) signal(number, SIG_IGN);
+    poller = epoll_create1(EPOLL_CLOEXEC);
+    watch(listening), watch(owner), watch(signals);
+    for (;;) {
+        struct epoll_event events[64];
+        int ready = epoll_wait(poller, events, 64, milliseconds_to_the_next_end());
+        for (int i = 0; i < ready; i++) {
+            int fd = events[i].data.fd;
+            if (fd == owner) end_all();
+            else if (fd == signals) reap(signals);
+            else if (fd == listening) {
+                int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+                struct timeval patience = {5, 0};   /* a client that does not read must not stop the others */
+                if (client >= 0) setsockopt(client, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience), watch(client);
+            } else if (wire_receive(fd, &m) <= 0) leave(fd);
+            else serve(fd), wire_close_fds(&m);
+        }
+    }
+}
