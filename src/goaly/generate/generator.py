@@ -73,11 +73,7 @@ class Generator(Actor):
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
-        self._options: dict[str, Any] = {
-            "records_choices": records_choices,
-            "lora": lora,
-            "chat": chat,
-        }
+        self._options: dict[str, Any] = {"records_choices": records_choices, "lora": lora, "chat": chat}
         self._rank = 0
         self._engine: VllmEngine | None = None
         self._engine_loop: EngineLoop | None = None

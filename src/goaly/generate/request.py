@@ -38,26 +38,18 @@ class Sampling:
     """How a request is sampled. An episode's request inherits each None from the run's `sampling`. A parameter that is
     None there too has no effect.
 
-    `docs/episodes.md` lists the parameters that a trained answer may set."""
+    Parameters without a text are those of `SamplingSettings`; `docs/episodes.md` lists those of trained answers."""
 
     max_tokens: int | None = None
-    """Most tokens of the answer."""
     temperature: float | None = None
     """Divides the logits. 0 is greedy: the likeliest token, with its log-probability at temperature 1."""
     top_p: float | None = None
-    """Draw from the smallest set of tokens with at least this probability."""
     top_k: int | None = None
-    """Draw from the `top_k` most likely tokens; -1 is all of them."""
     min_p: float | None = None
-    """Draw from the tokens with at least this share of the likeliest one's probability."""
     min_tokens: int | None = None
-    """Fewest tokens of the answer. Until then no stop token can be drawn, and no stop string ends the answer."""
     presence_penalty: float | None = None
-    """Subtracted from the logits of tokens that are in the answer."""
     frequency_penalty: float | None = None
-    """Subtracted from a token's logit for each time that it is in the answer."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens that are in the prompt or the answer."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens. `{}` overrides the run's sampling with none."""
     allowed_token_ids: Sequence[int] | None = None

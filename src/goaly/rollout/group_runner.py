@@ -142,13 +142,7 @@ class GroupRunner:
             if self.session_files is not None:
                 for episode in running.episodes:
                     self.session_files.discard(episode.policy.name)
-        return GroupSummary(
-            ticket=ticket.index,
-            prompt_id=prompt.id,
-            rewards=rewards,
-            failed=failed,
-            rejected=rejected,
-        )
+        return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, rewards=rewards, failed=failed, rejected=rejected)
 
     async def evaluate(
         self, prompt: Prompt, samples: int, changes: Mapping[str, Any] | None = None, min_version: int = 0
