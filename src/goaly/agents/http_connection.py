@@ -14,7 +14,7 @@ MOST_HEAD_BYTES = 1 << 16
 _TOO_LARGE = f"The line and the headers of a request must have at most {MOST_HEAD_BYTES} bytes."
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """A connection of a client."""
 
     _end: asyncio.TimerHandle | None = None

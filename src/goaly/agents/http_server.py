@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from goaly.agents.answer_parser import AnswerParser
-from goaly.agents.http_connection import Connection
+from goaly.agents.http_connection import HttpConnection
 from goaly.agents.http_session import EXCHANGE, Exchange, HttpSession, Repeats
 from goaly.agents.refusals import HEALTH, SCHEMA, Refusal, error_response
 from goaly.base.process import give_up
@@ -44,10 +44,14 @@ class AppServer:
     """Serves an app until `close`. The process ends if it cannot."""
 
     def __init__(self, app: Any, listener: socket.socket):
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
-        self._server = _Server(
-            uvicorn.Config(app, http=Connection, interface="asgi3", timeout_keep_alive=IDLE_SECONDS, **quiet)
-        )
+        quiet: dict[str, Any] = {
+            "http": HttpConnection,
+            "log_level": "warning",
+            "access_log": False,
+            "lifespan": "off",
+            "ws": "none",
+        }
+        self._server = _Server(uvicorn.Config(app, interface="asgi3", timeout_keep_alive=IDLE_SECONDS, **quiet))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
         self._serving.add_done_callback(_check_end)
 

@@ -117,7 +117,7 @@ class CommandResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class FileSnapshot:
     """The files of a sandbox at one moment; sandboxes that start from it share them until they write."""
 
     layers: tuple[str, ...]

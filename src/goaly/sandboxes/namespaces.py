@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from goaly.sandboxes.contract import Entry, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable, Snapshot
+from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.control_groups import groups_of, memory_kills
 from goaly.sandboxes.files import entries_of, stream_of
 from goaly.sandboxes.process import Process
@@ -53,7 +53,7 @@ class NamespaceHost:
         server = SandboxServer() if address is None else None
         return cls(connect(server.address if server else address or Path()), server)
 
-    async def start(self, spec: SandboxSpec, *, origin: Snapshot | None = None) -> NamespaceSandbox:
+    async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> NamespaceSandbox:
         """A sandbox in the state of its root, or of a snapshot."""
         layers = list(origin.layers) if origin else [await self._root(spec.root)]
         number = next(self._ids)
@@ -66,7 +66,9 @@ class NamespaceHost:
             answer = await self._channel.ask("S", *fields, *groups_of(name, limits), number=number)
         except SandboxError as error:
             raise SandboxUnavailable(f"a sandbox did not start: {error}") from error
-        sandbox = NamespaceSandbox(self, Ticket(number, name, int(answer[2][0]), spec, tuple(layers)), answer[3][0])
+        sandbox = NamespaceSandbox(
+            self, SandboxTicket(number, name, int(answer[2][0]), spec, tuple(layers)), answer[3][0]
+        )
         self._live[number] = sandbox
         try:
             await sandbox.ready()
@@ -75,7 +77,7 @@ class NamespaceHost:
             raise
         return sandbox
 
-    async def adopt(self, ticket: Ticket) -> NamespaceSandbox:
+    async def adopt(self, ticket: SandboxTicket) -> NamespaceSandbox:
         """Take over a sandbox of another client, with its files and background processes as they are."""
         answer = await self._channel.ask("A", number=ticket.number)
         sandbox = NamespaceSandbox(self, ticket, answer[3][0])
@@ -108,7 +110,7 @@ class NamespaceHost:
             os.close(fd)
         return name
 
-    async def forget(self, snapshot: Snapshot) -> None:
+    async def forget(self, snapshot: FileSnapshot) -> None:
         """Free the newest layer of a snapshot. Sandboxes that started from it keep it."""
         await self._channel.ask("Z", snapshot.layers[0])
 
@@ -133,7 +135,7 @@ class NamespaceHost:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class SandboxTicket:
     """Names a live sandbox to another client of the same server."""
 
     number: int
@@ -146,7 +148,7 @@ class Ticket:
 class NamespaceSandbox(Sandbox):
     """A sandbox of this host."""
 
-    def __init__(self, host: NamespaceHost, ticket: Ticket, descriptor: int) -> None:
+    def __init__(self, host: NamespaceHost, ticket: SandboxTicket, descriptor: int) -> None:
         self.ticket = ticket
         self.spec = ticket.spec
         self.pid = ticket.pid
@@ -256,11 +258,11 @@ class NamespaceSandbox(Sandbox):
                 os.close(fd)
         return process
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> FileSnapshot:
         answer = await self._channel.ask("N")
         layer = await self._host.add_layer(answer[3][0])
         self.ticket = replace(self.ticket, layers=(layer, *self.ticket.layers))
-        return Snapshot(self.ticket.layers, self.spec)
+        return FileSnapshot(self.ticket.layers, self.spec)
 
     async def listen(self, port: int) -> int:
         """A descriptor of a socket that listens at 127.0.0.1:`port` inside."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from goaly.sandboxes.contract import CommandResult, Entry, SandboxSpec, Snapshot
+from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, SandboxSpec
 from goaly.sandboxes.process import Process
 
 
@@ -63,7 +63,7 @@ class Sandbox(ABC):
         await self.upload([Entry(path=name, contents=contents, mode=mode)], folder or "/")
 
     @abstractmethod
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> FileSnapshot:
         """Its files now. No process of it may be running. It goes on as before."""
 
     @abstractmethod

@@ -65,8 +65,8 @@ async def test_a_client_may_wait_between_requests_and_for_its_answer(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timers = []
-    monkeypatch.setattr("goaly.agents.http_connection.Connection._must_come", lambda one: timers.append(True))
-    monkeypatch.setattr("goaly.agents.http_connection.Connection._has_come", timers.clear)
+    monkeypatch.setattr("goaly.agents.http_connection.HttpConnection._must_come", lambda one: timers.append(True))
+    monkeypatch.setattr("goaly.agents.http_connection.HttpConnection._has_come", timers.clear)
     with serve() as served:
         client = of_openai(served)
         for _ in range(2):
