@@ -5,12 +5,9 @@ the current step and a checkpoint of it (a second Ctrl-C stops at once)
 
 When a process that is not replaced dies, the controller stops the others, and resumes the run under its own process id,
 unless that has happened `checkpoint.restarts` times since the last training step.
-
-    run-9: One process at a time works on a run folder.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -28,6 +25,7 @@ from goaly.base.process import become, import_ahead
 from goaly.base.telemetry import process_logs, spans
 from goaly.plan.run_config import RunConfig
 from goaly.reward.verifier_trial import trial
+from goaly.run.resume import count_restart, lock
 
 if TYPE_CHECKING:
     from goaly.rollout.episode import EpisodeFunction
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-LOCK_FILE = "lock"
-RESTARTS = "GOALY_RESTARTS"
-"""Environment variable of a run that resumed itself: how many times without a new version, and the newest version."""
 
 
 class _Restart(Exception):
@@ -134,23 +129,12 @@ async def _main(
         if stop.stopping:
             return INTERRUPTED
         is_death = run is not None and (run.lost_actors or isinstance(error.__cause__, SupervisionError))
-        if may_restart and run is not None and is_death and _count_restart(config, run.policy_version):
+        if may_restart and run is not None and is_death and count_restart(config, run.policy_version):
             raise _Restart from None
         logger.error("the run failed; its records are in %s", run_dir)
         return 1
     sys.stdout.write(f"{run.conclusion} in {time.monotonic() - run.started:.0f} s\n")
     return 0
-
-
-def _count_restart(config: RunConfig, policy_version: int) -> bool:
-    """Count a restart at this version; False if there were too many since the last new version."""
-    count, _, version = os.environ.get(RESTARTS, "0@-1").partition("@")
-    restarts = int(count) + 1 if policy_version <= int(version) else 1
-    if restarts > config.checkpoint.restarts:
-        return False
-    os.environ[RESTARTS] = f"{restarts}@{max(policy_version, int(version))}"
-    logger.warning("resuming the run: restart %d of %d without a new step", restarts, config.checkpoint.restarts)
-    return True
 
 
 def make_run_dir(config: RunConfig) -> Path:
@@ -163,20 +147,6 @@ def make_run_dir(config: RunConfig) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_config(run_dir, config)
     return run_dir
-
-
-def lock(run_dir: Path) -> int:
-    """Hold the run folder until this process ends; ConfigError if another process does."""
-    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # run-9; freed by the end of the process
-    except OSError:
-        holder = os.read(descriptor, 20).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise ConfigError([f"run_dir={run_dir}: is in use by process {holder}; end it before this run"]) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def write_config(run_dir: Path, config: RunConfig) -> None:

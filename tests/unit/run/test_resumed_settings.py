@@ -12,7 +12,7 @@ from apps.grpo.main import main
 from goaly.base.config import RUN_CONFIG, exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
 from goaly.plan.run_config import RunConfig
-from goaly.run.launch import RESTARTS, _count_restart, lock
+from goaly.run.resume import RESTARTS, count_restart, lock
 
 
 def config(model: Path, *overrides: str) -> RunConfig:
@@ -79,7 +79,7 @@ def test_of_adapters_only_what_is_saved_may_change(tiny_model_folder: Path) -> N
 
 def test_a_run_folder_is_held_by_one_process_until_it_ends(tmp_path: Path) -> None:  # run-9
     script = (
-        "import sys; from pathlib import Path; from goaly.run.launch import lock\n"
+        "import sys; from pathlib import Path; from goaly.run.resume import lock\n"
         "held = lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -99,10 +99,10 @@ def test_a_run_resumes_itself_so_often_without_a_new_version(
 ) -> None:
     monkeypatch.setenv(RESTARTS, "0@-1")
     settings = config(tiny_model_folder, "checkpoint.restarts=2")
-    assert [_count_restart(settings, 5) for _ in range(3)] == [True, True, False]
-    assert _count_restart(settings, 6)  # a new version
-    assert [_count_restart(settings, version) for version in (5, 6)] == [True, False]
-    assert not _count_restart(config(tiny_model_folder, "checkpoint.restarts=0"), 7)
+    assert [count_restart(settings, 5) for _ in range(3)] == [True, True, False]
+    assert count_restart(settings, 6)  # a new version
+    assert [count_restart(settings, version) for version in (5, 6)] == [True, False]
+    assert not count_restart(config(tiny_model_folder, "checkpoint.restarts=0"), 7)
 
 
 @pytest.mark.parametrize("wrong", ["lock", "config.new", "logs", "spans", "metrics.jsonl", "evaluations.jsonl"])
