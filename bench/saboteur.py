@@ -40,7 +40,7 @@ NOT_PLANTED = "sabotage: not planted"
 
 POINTS = {
     "accept a group": "goaly.backlog.group_queue:GroupQueue.report",
-    "commit": "goaly.weights.versions:VersionLedger.staged",
+    "commit": "goaly.weights.versions:Versions.staged",
     "train": "goaly.train.train_engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",
     "annotate": "goaly.train.train_engine:TrainEngine.logprobs",
