@@ -44,7 +44,7 @@ POINTS = {
     "train": "goaly.train.train_engine:TrainEngine.train_step",
     "stage": "goaly.weights.publisher:Publisher._stage",
     "annotate": "goaly.train.train_engine:TrainEngine.logprobs",
-    "learn values": "goaly.train.model_engine:ModelEngine.train",
+    "learn values": "goaly.train.model_engine:ModelEngine.train_step",
     "write a checkpoint": "goaly.train.saved_state:StagedState.write",
     "write the log": "goaly.journal.log_writer:LogWriter._write",
     "decode": "goaly.generate.vllm_engine:VllmEngine.step",
