@@ -1,6 +1,7 @@
 """A host of sandboxes for each test, which leaves nothing behind."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,8 +15,8 @@ SMALL = Limits(memory_mib=256, disk_mib=64, files=2000, processes=64, file_mib=3
 
 
 def left_behind() -> list[str]:
-    """Control groups of sandboxes that exist now."""
-    return [str(group) for tree in hierarchies() for group in tree.root.glob(f"{PREFIX}*")]
+    """Control groups of this process' sandboxes that exist now; other tests run beside this one."""
+    return [str(group) for tree in hierarchies() for group in tree.root.glob(f"{PREFIX}{os.getpid()}-*")]
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_the_biases_of_experts_and_the_version_belong_to_a_policy(tmp_path: Path
         for one in versioned_tensors(engine._model).values():
             one.add_(1)
     engine.steps_done = 5
-    with engine._at(0):
+    with engine._earlier.loaded(0):
         assert engine.policy_version == 0
         live = versioned_tensors(engine._model)
         assert all(torch.equal(one, before[name]) for name, one in live.items())
