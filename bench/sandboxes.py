@@ -15,7 +15,6 @@ import os
 import resource
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,24 +27,12 @@ ROUNDS = 200
 SMALL = SandboxSpec(limits=Limits(memory_mib=256, disk_mib=16, files=1000, processes=32))
 
 
-@dataclass
-class Spent:
-    """Seconds of processors that this process, its children and a server use from here on."""
-
-    server: int
-
-    def __post_init__(self) -> None:
-        self.before = self._now()
-
-    def _now(self) -> float:
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        fields = Path(f"/proc/{self.server}/stat").read_text().rpartition(")")[2].split()
-        server = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-        return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + server
-
-    def seconds(self) -> float:
-        return self._now() - self.before
+def core_seconds(server: int) -> float:
+    """Seconds of cores that this process, its children, and a server with its children have used."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+    ticks = sum(int(field) for field in fields[11:15])
+    return sum(one.ru_utime + one.ru_stime for one in (own, children)) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def starts(host: NamespaceHost, count: int) -> tuple[float, float]:
@@ -57,9 +44,9 @@ async def starts(host: NamespaceHost, count: int) -> tuple[float, float]:
         for _ in waiting:
             await (await host.start(SMALL)).stop()
 
-    spent, began = Spent(host.server.process.pid), time.monotonic()
+    before, began = core_seconds(host.server.process.pid), time.monotonic()
     await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
-    return count / (time.monotonic() - began), count / spent.seconds()
+    return count / (time.monotonic() - began), count / (core_seconds(host.server.process.pid) - before)
 
 
 async def command_ms(host: NamespaceHost) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What sandboxes can do on this machine: `python -m goaly.sandboxes check`."""
+"""Checks whether sandboxes run on this machine: `python -m goaly.sandboxes check`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What every backend of sandboxes promises, and the records that cross it.
+"""The promises of every backend of sandboxes, and the records that cross it.
 
 A command that fails is a result. A sandbox that died raises `SandboxDied`, and is never replaced by a blank one in
 silence. No layer retries a command. A caller that is cancelled ends the command that it started.
@@ -34,8 +34,6 @@ class Limit(StrEnum):
     """The command's own timeout."""
     MEMORY = "memory"
     """The kernel killed a process, because the sandbox's memory was used up."""
-    OUTPUT = "output"
-    """It wrote more than `output_bytes` and was to end then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,16 +71,3 @@ def memory_kills(name: str) -> int:
                 return 0
             return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
     return 0
-
-
-def remove_leftovers(prefix: str) -> int:
-    """Remove empty groups whose name begins so: those of a run that lost its power. How many there were."""
-    removed = 0
-    for tree in hierarchies():
-        for group in tree.root.glob(f"{prefix}*"):
-            try:
-                group.rmdir()
-                removed += 1
-            except OSError:
-                continue
-    return removed

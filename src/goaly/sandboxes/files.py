@@ -25,12 +25,7 @@ def stream_of(entries: Sequence[Entry]) -> Iterator[bytes]:
         path = entry.path.encode(errors="surrogateescape")
         if not clean(entry.path):
             raise ValueError(f"{entry.path!r} must be a relative path without '..'")
-        yield (
-            HEAD.pack(
-                entry.kind[0].encode() if entry.kind != "folder" else b"d", entry.mode, len(path), len(entry.contents)
-            )
-            + path
-        )
+        yield HEAD.pack(LETTERS[entry.kind], entry.mode, len(path), len(entry.contents)) + path
         yield entry.contents
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox reaches of the network: nothing, one address, or listed hosts.
+"""The network of a sandbox: nothing, one address, or listed hosts.
 
 A sandbox has a network of its own with nothing but a loopback. A port that listens there can be accepted from outside,
 so a program inside reaches exactly what the host connects it with; no route, bridge or firewall rule is needed.

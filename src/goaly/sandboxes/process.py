@@ -15,7 +15,7 @@ CHUNK = 65_536
 
 
 class Stream:
-    """Reads a pipe as its bytes come and keeps the first and the last of them; `changed` wakes its readers."""
+    """Reads a pipe as its bytes come and keeps the first and the last of them."""
 
     def __init__(self, fd: int, most: int) -> None:
         self.fd: int | None = fd
@@ -96,23 +96,32 @@ class Process:
 
     async def write(self, data: bytes) -> None:
         """Write to its input as fast as it reads. A command that has closed its input is no error."""
-        loop = asyncio.get_running_loop()
+        if self._stdin is not None:
+            with suppress(BrokenPipeError):
+                await self.write_to(self._stdin, data)
+
+    async def write_to(self, fd: int, data: bytes) -> None:
+        """Write to one of its pipes as fast as it reads; BrokenPipeError if nobody reads it any more."""
         view = memoryview(data)
-        while view and self._stdin is not None:
+        while view:
             try:
-                view = view[os.write(self._stdin, view[:CHUNK]) :]
+                view = view[os.write(fd, view[:CHUNK]) :]
             except BlockingIOError:
-                ready = loop.create_future()
-                fd = self._stdin
-                loop.add_writer(fd, lambda ready=ready: ready.done() or ready.set_result(None))
-                try:
-                    await asyncio.wait({ready, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    loop.remove_writer(fd)
+                await self.ready(fd, write=True)
                 if self.ended.done():
-                    return
-            except BrokenPipeError:
-                return
+                    raise BrokenPipeError from None
+
+    async def ready(self, fd: int, *, write: bool) -> None:
+        """Wait until a pipe can be written or read, or the command has ended."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        (loop.add_writer if write else loop.add_reader)(fd, ready.set)
+        waiting = asyncio.ensure_future(ready.wait())
+        try:
+            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            (loop.remove_writer if write else loop.remove_reader)(fd)
 
     def close_stdin(self) -> None:
         if self._stdin is not None:
@@ -131,35 +140,35 @@ class Process:
         """Write its input and wait for its end. It is killed after `seconds`, or if the caller is cancelled."""
         limit = None
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    if stdin:
-                        await self.write(stdin)
-                    self.close_stdin()
-                    code = await asyncio.shield(self.ended)
-                    # A process in the background may hold the pipes open; its output is not the command's.
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(0.05):
-                            await asyncio.gather(self.stdout.closed.wait(), self.stderr.closed.wait())
-            except TimeoutError:
-                limit = Limit.TIME
-                await self.kill()
+            async with asyncio.timeout(seconds):
+                await self.write(stdin)
+                self.close_stdin()
                 code = await asyncio.shield(self.ended)
+                # A process in the background may hold the pipes open; its output is not the command's.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await asyncio.gather(self.stdout.closed.wait(), self.stderr.closed.wait())
+        except TimeoutError:
+            limit = Limit.TIME
+            await self.kill()
+            code = await asyncio.shield(self.ended)
         except BaseException:
             if not self.ended.done():
                 await asyncio.shield(self.kill())
             raise
         finally:
             self.close()
-        if code < 0:
-            code = 128 - code
-        if limit is None and code == 128 + signal.SIGKILL and self._out_of_memory():
+        if limit is None and code == -signal.SIGKILL and self._out_of_memory():
             limit = Limit.MEMORY
+        return self.result(code, self._began, limit)
+
+    def result(self, code: int, began: float, limit: Limit | None) -> CommandResult:
+        """The result of what has run since `began`, with the output since the last result."""
         return CommandResult(
-            exit_code=code,
+            exit_code=code if code >= 0 else 128 - code,
             stdout=self.stdout.taken(),
             stderr=self.stderr.taken(),
-            seconds=time.monotonic() - self._began,
+            seconds=time.monotonic() - began,
             limit=limit,
         )
 

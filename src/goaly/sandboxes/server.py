@@ -84,7 +84,11 @@ class Channel:
 
     def send(self, op: str, number: int, *fields: str | int, fds: Sequence[int] = ()) -> None:
         data = op.encode() + struct.pack("<I", number)
-        data += b"".join(str(field).encode(errors="surrogateescape") + b"\0" for field in fields)
+        texts = [str(field) for field in fields]
+        for text in texts:
+            if "\0" in text:
+                raise ValueError(f"a text for {self._name} has a zero byte: {text!r}")
+        data += b"".join(text.encode(errors="surrogateescape") + b"\0" for text in texts)
         if len(data) > LARGEST:
             raise ValueError(f"a command has {len(data)} bytes with its variables; at most {LARGEST} fit: use a file")
         if self.closed:

@@ -57,8 +57,10 @@ class Shell:
             limit = None
             try:
                 async with asyncio.timeout(seconds):
-                    await self._send(command.encode(errors="surrogateescape") + b"\0")
+                    await self._process.write_to(self._commands, command.encode(errors="surrogateescape") + b"\0")
                     code = await self._report()
+            except BrokenPipeError as error:
+                raise SandboxDied("the shell has ended") from error
             except TimeoutError:
                 limit = Limit.TIME
                 code = await self._end_command()
@@ -67,22 +69,7 @@ class Shell:
                 raise
             for stream in (self._process.stdout, self._process.stderr):
                 stream.drain()
-            return CommandResult(
-                exit_code=code if code >= 0 else 128 - code,
-                stdout=self._process.stdout.taken(),
-                stderr=self._process.stderr.taken(),
-                seconds=time.monotonic() - began,
-                limit=limit,
-            )
-
-    async def _send(self, data: bytes) -> None:
-        while data:
-            try:
-                data = data[os.write(self._commands, data) :]
-            except BlockingIOError:
-                await self._ready(self._commands, write=True)
-            except BrokenPipeError as error:
-                raise SandboxDied("the shell has ended") from error
+            return self._process.result(code, began, limit)
 
     async def _report(self) -> int:
         report = b""
@@ -90,7 +77,7 @@ class Shell:
             try:
                 part = os.read(self._reports, 64)
             except BlockingIOError:
-                await self._ready(self._reports, write=False)
+                await self._process.ready(self._reports, write=False)
                 continue
             if not part:
                 return await self._process.ended
@@ -98,20 +85,6 @@ class Shell:
         code, *jobs = report[:-1].split()
         self._jobs = [int(job) for job in jobs]
         return int(code)
-
-    async def _ready(self, fd: int, *, write: bool) -> None:
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        (loop.add_writer if write else loop.add_reader)(fd, wake)
-        try:
-            await asyncio.wait({ready, self._process.ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            (loop.remove_writer if write else loop.remove_reader)(fd)
 
     async def _end_command(self) -> int:
         """End the command in the foreground, or the shell with everything in it."""

@@ -82,9 +82,9 @@ async def test_no_capability_no_host_user_and_no_way_to_gain_either(sandbox: Nam
     status = await said(sandbox, "grep -E 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/self/status", user=user)
     nothing = [word for name in CAPABILITIES for word in (f"{name}:", "0" * 16)]
     assert status.split() == [*nothing, "NoNewPrivs:", "1", "Seccomp:", "2"]
-    inside = await sandbox.start("sleep 1000", user=user)
-    await sandbox.run("true")
-    sleeping = [process for process in processes() if text_of(process / "cmdline") == "sleep\0001000\0"]
+    inside = await sandbox.start("sleep 31415", user=user)
+    await sandbox.run("until ps -eo args | grep -q '^sleep 31415'; do :; done", user=user)
+    sleeping = [process for process in processes() if text_of(process / "cmdline") == "sleep\00031415\0"]
     owners = {re.findall(r"Uid:\s+(\d+)", text_of(process / "status"))[0] for process in sleeping}
     assert sleeping
     assert "0" not in owners
