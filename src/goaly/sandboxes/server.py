@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -64,7 +65,7 @@ class Channel:
         self._socket = connection
         self._name = name
         self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._next = 0
+        self._next = secrets.randbits(31)  # another client's commands may still run in a sandbox that is adopted
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection.fileno(), self._receive)

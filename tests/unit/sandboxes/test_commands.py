@@ -207,6 +207,19 @@ async def test_another_client_adopts_a_sandbox_and_its_files(host: NamespaceHost
     await other.close()
 
 
+async def test_the_end_of_an_earlier_clients_command_is_not_that_of_an_adopters(host: NamespaceHost):
+    assert host.server
+    first = await NamespaceHost.open(host.server.address)
+    sandbox = await first.start(SandboxSpec(limits=SMALL))
+    left = await sandbox.start("echo $$ > /tmp/pid; mkfifo /tmp/end; read line < /tmp/end; exit 9")
+    await first.leave()
+    left.close()
+    adopted = await host.adopt(sandbox.ticket)
+    wait = "until [ -p /tmp/end ]; do :; done; echo > /tmp/end; while kill -0 $(cat /tmp/pid) 2>/dev/null; do :; done"
+    result = await adopted.run(f"{wait}; echo kept")
+    assert (result.exit_code, result.stdout.text()) == (0, "kept\n")
+
+
 async def test_a_sandbox_without_a_client_ends_after_its_time(host: NamespaceHost):
     assert host.server
     other = await NamespaceHost.open(host.server.address)
