@@ -20,6 +20,7 @@ LORA = (
     f"steps={STEPS}",
     "checkpoint.every=1",
     "model.dtype=bfloat16",
+    "moe.routing=replay",
     "loss.kl_coef=0.01",
     "reference.refresh_every=3",
     "trainer.fsdp=2",
