@@ -60,6 +60,8 @@ class SandboxSpec:
 
     root: Path = Path("/")
     """The folder that is its root. It is read only for the sandbox: writes go to memory."""
+    image: str | None = None
+    """A container image by name, a tar of one, or a folder with a Dockerfile, in place of `root`."""
     user: int = 1000
     """The user of its commands. 0 has no more rights than others, but owns the root's files."""
     workdir: str = "/"
@@ -69,6 +71,10 @@ class SandboxSpec:
     limits: Limits = Limits()
     seconds_unowned: int = 120
     """It ends this long after its client has gone, unless another client adopts it."""
+    seconds_to_live: float | None = None
+    """It ends this long after its start, whoever owns it; None is no limit."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What it belongs to, such as its run and its episode: `python -m goaly.sandboxes list` shows them."""
     debuggers: bool = False
     """Allow ptrace, for gdb and strace."""
     hidden: tuple[str, ...] | None = None

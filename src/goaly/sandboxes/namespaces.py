@@ -26,16 +26,15 @@ from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxDied, SandboxEr
 from goaly.sandboxes.control_groups import groups_of, memory_kills
 from goaly.sandboxes.files import entries_of, stream_of
 from goaly.sandboxes.process import Process
-from goaly.sandboxes.sandbox import Sandbox
+from goaly.sandboxes.sandbox import Handler, Sandbox, SandboxHost
 from goaly.sandboxes.server import Channel, Message, SandboxServer, connect
 
-DEFAULTS = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 OPEN_FILES = 4096
 PREFIX = "goaly-"
 """Control groups of sandboxes begin so."""
 
 
-class NamespaceHost:
+class NamespaceHost(SandboxHost):
     """A client of this host's server of sandboxes. `open` starts a server, or connects to the one at an address."""
 
     def __init__(self, channel: Channel, server: SandboxServer | None) -> None:
@@ -166,19 +165,15 @@ class NamespaceSandbox(Sandbox):
         if message[0] == "E":
             raise SandboxUnavailable(f"a sandbox did not start: {message[2][0]}")
 
-    async def start(
+    async def _start(
         self,
-        command: Sequence[str] | str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: int | None = None,
-        output_bytes: int = 65_536,
-        extra_pipes: int = 0,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str,
+        user: int,
+        output_bytes: int,
+        extra_pipes: int,
     ) -> Process:
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        variables = {**DEFAULTS, **self.spec.environment, **(env or {})}
-        user = self.spec.user if user is None else user
         largest = self.spec.limits.file_mib << 20
         limits = [resource.RLIMIT_CORE, 0, resource.RLIMIT_FSIZE, largest, resource.RLIMIT_NOFILE, OPEN_FILES]
         ours, theirs = [], []
@@ -186,7 +181,7 @@ class NamespaceSandbox(Sandbox):
             reader, writer = os.pipe()
             ours.append(writer if theirs_reads else reader)
             theirs.append(reader if theirs_reads else writer)
-        fields = [user, user, cwd or self.spec.workdir, len(limits) // 2, *limits, len(words), *words]
+        fields = [user, user, cwd, len(limits) // 2, *limits, len(words), *words]
         fields += [f"{key}={value}" for key, value in variables.items()]
         return self._begin("R", fields, ours, theirs, output_bytes)
 
@@ -260,9 +255,10 @@ class NamespaceSandbox(Sandbox):
         self.ticket = replace(self.ticket, layers=(layer, *self.ticket.layers))
         return FileSnapshot(self.ticket.layers, self.spec)
 
-    async def listen(self, port: int) -> int:
-        """A descriptor of a socket that listens at 127.0.0.1:`port` inside."""
-        return (await self._channel.ask("L", port))[3][0]
+    async def serve(self, port: int, handler: Handler) -> asyncio.Server:
+        listening = socket.socket(fileno=(await self._channel.ask("L", port))[3][0])
+        listening.setblocking(False)
+        return await asyncio.start_server(handler, sock=listening)
 
     def alive(self) -> bool:
         return not self._channel.closed

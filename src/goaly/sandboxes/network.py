@@ -7,19 +7,16 @@ so a program inside reaches exactly what the host connects it with; no route, br
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from goaly.sandboxes.namespaces import NamespaceSandbox
+from goaly.sandboxes.sandbox import Closable, Handler, Sandbox
 
-HEAD_BYTES = 16_384
 HEAD_SECONDS = 30.0
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def forward(sandbox: NamespaceSandbox, port: int, host: str, to: int) -> asyncio.Server:
+async def forward(sandbox: Sandbox, port: int, host: str, to: int) -> Closable:
     """Connect 127.0.0.1:`port` inside the sandbox with `host:to` outside, while the server is open."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,7 +25,7 @@ async def forward(sandbox: NamespaceSandbox, port: int, host: str, to: int) -> a
     return await _serve(sandbox, port, handle)
 
 
-async def allow(sandbox: NamespaceSandbox, port: int, hosts: Sequence[str]) -> asyncio.Server:
+async def allow(sandbox: Sandbox, port: int, hosts: Sequence[str]) -> Closable:
     """An HTTP proxy at 127.0.0.1:`port` inside, for these hosts only. `.example.org` allows all below it, too."""
     allowed = [name.lower() for name in hosts]
 
@@ -72,15 +69,13 @@ async def allow(sandbox: NamespaceSandbox, port: int, hosts: Sequence[str]) -> a
     return await _serve(sandbox, port, handle)
 
 
-async def _serve(sandbox: NamespaceSandbox, port: int, handle: Handler) -> asyncio.Server:
+async def _serve(sandbox: Sandbox, port: int, handle: Handler) -> Closable:
     async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             await handle(reader, writer)
         writer.close()
 
-    listening = socket.socket(fileno=await sandbox.listen(port))
-    listening.setblocking(False)
-    return await asyncio.start_server(guarded, sock=listening, limit=HEAD_BYTES)
+    return await sandbox.serve(port, guarded)
 
 
 async def _join(

@@ -1,20 +1,32 @@
-"""One live sandbox, as every backend offers it."""
+"""One live sandbox, and the host that starts sandboxes, as every backend offers them."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, SandboxSpec
 from goaly.sandboxes.process import Process
+
+DEFAULTS = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Closable(Protocol):
+    """Something that serves until it is closed."""
+
+    def close(self) -> None: ...
 
 
 class Sandbox(ABC):
     """One live sandbox."""
 
     spec: SandboxSpec
+    ticket: Any
+    """Names it to another process, whose host adopts it by this; it can be pickled."""
 
-    @abstractmethod
     async def start(
         self,
         command: Sequence[str] | str,
@@ -25,7 +37,25 @@ class Sandbox(ABC):
         output_bytes: int = 65_536,
         extra_pipes: int = 0,
     ) -> Process:
-        """A running command: a program with its words, or a text for `sh -c`."""
+        """A running command: a program with its words, or a text for `sh -c`.
+
+        Its extra pipes are descriptors 3 and above: it reads the first one, and writes the others."""
+        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        variables = {**DEFAULTS, **self.spec.environment, **(env or {})}
+        user = self.spec.user if user is None else user
+        return await self._start(words, variables, cwd or self.spec.workdir, user, output_bytes, extra_pipes)
+
+    @abstractmethod
+    async def _start(
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str,
+        user: int,
+        output_bytes: int,
+        extra_pipes: int,
+    ) -> Process:
+        """A running program."""
 
     async def run(
         self,
@@ -67,9 +97,37 @@ class Sandbox(ABC):
         """Its files now. No process of it may be running. It goes on as before."""
 
     @abstractmethod
+    async def serve(self, port: int, handler: Handler) -> Closable:
+        """Handle connections to 127.0.0.1:`port` inside by a function outside, until the result is closed."""
+
+    @abstractmethod
     def alive(self) -> bool:
         """Whether it can run commands."""
 
     @abstractmethod
     async def stop(self) -> None:
         """End it: its processes, files and control groups are gone when this returns."""
+
+
+class SandboxHost(ABC):
+    """Starts sandboxes. What it started ends with its `close`, or with its process."""
+
+    @abstractmethod
+    async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> Sandbox:
+        """A sandbox in the state of its root, or of a snapshot."""
+
+    @abstractmethod
+    async def adopt(self, ticket: Any) -> Sandbox:
+        """Take over a sandbox that another process has left, with its files and background processes as they are."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """Go without ending the sandboxes: each waits `seconds_unowned` for a host that adopts it."""
+
+    @abstractmethod
+    async def forget(self, snapshot: FileSnapshot) -> None:
+        """Free the newest layer of a snapshot. Sandboxes that started from it keep it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the sandboxes."""
