@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from goaly.base.config.settings import PositiveFloat, PositiveInt, Settings
+
 USERS_FOLDERS = ("/tmp", "/var/tmp", "/root", "/home", "/run", "/mnt", "/media", "/srv")
 
 
@@ -36,21 +38,20 @@ class Limit(StrEnum):
     """The kernel killed a process, because the sandbox's memory was used up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Settings):
     """The most that one sandbox may use."""
 
-    memory_mib: int = 2048
+    memory_mib: PositiveInt = 2048
     """Memory of all its processes and of the files that it wrote."""
-    disk_mib: int = 1024
+    disk_mib: PositiveInt = 1024
     """Bytes of the files that it wrote."""
-    files: int = 200_000
+    files: PositiveInt = 200_000
     """Files and folders that it made."""
-    processes: int = 256
+    processes: PositiveInt = 256
     """Processes and threads at once."""
-    cpus: float = 1.0
+    cpus: PositiveFloat = 1.0
     """CPUs, as a share of time."""
-    file_mib: int = 1024
+    file_mib: PositiveInt = 1024
     """Bytes of one file."""
 
 
@@ -68,7 +69,7 @@ class SandboxSpec:
     """Folder in which commands start."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of each command, beside PATH, HOME and LANG."""
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     seconds_unowned: int = 120
     """It ends this long after its client has gone, unless another client adopts it."""
     seconds_to_live: float | None = None
