@@ -28,7 +28,7 @@ DOTTED = re.compile(
     rf"(?<![\w./@-])(?:{'|'.join(SECTIONS | MISTAKABLE)})(?>\.[a-z_]\w*(?:\.[a-z0-9_]\w*)*)(?![\w(/*]|\.\w)"
 )
 """Not part of a path, not a call, a class or a rank."""
-FILE = re.compile(r"\.(?:jsonl?|md|parquet|py|safetensors|ya?ml)$")
+FILE = re.compile(r"\.(?:jsonl?|md|parquet|py|safetensors|txt|ya?ml)$")
 FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
