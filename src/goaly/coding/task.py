@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from goaly.sandboxes.contract import Limits
 
@@ -38,10 +39,11 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestSuite:
-    """Hidden tests with ids, run by pytest: each id has to end as expected."""
+    """Hidden tests with ids: each id has to end as expected."""
 
     fail_to_pass: tuple[str, ...]
-    """Ids that fail before the change and must pass after it, as `tests/test_x.py::test_y`, relative to the workdir."""
+    """Ids that fail before the change and must pass after it, as `tests/test_x.py::test_y`, relative to the workdir. An
+    id of pytest that ends inside of its `[`, as SWE-bench cuts them at a blank, means each test that begins with it."""
     pass_to_pass: tuple[str, ...] = ()
     """Ids that must still pass."""
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class TestSuite:
     """A patch that brings test files, as SWE-bench publishes them; its files replace the agent's, too."""
     protected: tuple[str, ...] = ()
     """Other files of tests and their configuration that are put back to the base commit's."""
+    runner: Literal["pytest", "django"] = "pytest"
+    """`django`: Django's own `tests/runtests.py`, whose ids are as `test_x (module.Class)` or a test's docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,9 @@ class CodingTask:
     artifacts: tuple[str, ...] = ()
     """Paths outside of the workdir that go over to grading beside the patch."""
     solution: str | None = None
-    """A patch that solves it, or for a `TestScript` a script that does."""
+    """A patch that solves it, or for a `TestScript` a script that does, run in the workdir as `/solution/solve.sh`."""
+    solution_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files beside a solution that is a script, by their paths below `/solution`."""
     limits: Limits | None = None
     """None: those of the run's settings."""
     seconds: TaskSeconds = TaskSeconds()
