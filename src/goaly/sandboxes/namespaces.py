@@ -85,10 +85,8 @@ class NamespaceHost(SandboxHost):
 
     async def leave(self) -> None:
         """Go without ending the sandboxes: each waits `seconds_unowned` for a client that adopts it."""
-        for sandbox in self._live.values():
-            sandbox.died()
-        self._live.clear()
         self._channel.close()
+        self._forget_all()
 
     async def _root(self, path: Path) -> str:
         if path not in self._roots:
@@ -115,9 +113,9 @@ class NamespaceHost(SandboxHost):
 
     async def terminate(self, number: int) -> None:
         """End a sandbox and wait until it is gone."""
-        self._live.pop(number, None)
         with suppress(SandboxError):
             await self._channel.ask("T", number=number)
+        self._live.pop(number, None)
 
     def _event(self, message: Message) -> None:
         if message[0] == "X" and (sandbox := self._live.pop(message[1], None)):
@@ -131,6 +129,11 @@ class NamespaceHost(SandboxHost):
         self._channel.close()
         if self.server:
             await asyncio.to_thread(self.server.close)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        while self._live:
+            self._live.popitem()[1].died()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,7 @@ class NamespaceSandbox(Sandbox):
                 process.ended.set_exception(SandboxDied(f"sandbox {self.ticket.name} has ended"))
                 process.ended.exception()
         self._processes.clear()
+        self.ended()
 
     def _event(self, message: Message) -> None:
         op, number, fields, _ = message

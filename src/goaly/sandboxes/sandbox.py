@@ -26,6 +26,18 @@ class Sandbox(ABC):
     spec: SandboxSpec
     ticket: Any
     """Names it to another process, whose host adopts it by this; it can be pickled."""
+    on_end: Callable[[], None] | None = None
+    """Called once when it has ended, stopped or died: a pool gives its place to the next."""
+
+    def ended(self) -> None:
+        """Backends say so as soon as it has ended, whatever ended it."""
+        call, self.on_end = self.on_end, None
+        if call:
+            call()
+
+    async def assign(self, spec: SandboxSpec) -> None:
+        """Turn one that waited in a pool into one of `spec`, which has other labels; its time to live begins now."""
+        self.spec = spec
 
     async def start(
         self,

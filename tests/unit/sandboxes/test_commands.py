@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -234,3 +235,19 @@ async def test_a_sandbox_without_a_client_ends_after_its_time(host: NamespaceHos
     assert time.monotonic() - began > 0.5
     asyncio.get_running_loop().remove_reader(descriptor)
     os.close(descriptor)
+
+
+async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: NamespaceHost):
+    ends = []
+    for stop in (True, False):
+        sandbox = await host.start(SandboxSpec(limits=SMALL))
+        told = asyncio.Event()
+        sandbox.on_end = lambda told=told: (ends.append(1), told.set())
+        if stop:
+            await sandbox.stop()
+        else:
+            os.kill(sandbox.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            await told.wait()
+    await host.close()
+    assert ends == [1, 1]
