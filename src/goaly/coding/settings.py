@@ -1,0 +1,55 @@
+"""The settings of a coding agent: its kind, its tools, its limits, and how an attempt counts that a limit ended."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
+
+LEAST_SHOWN = 256
+
+
+class CodingSettings(Settings):
+    """The coding agent that works on tasks in sandboxes."""
+
+    agent: Literal["tools", "text", "program"] = "tools"
+    """The agent. `tools` calls `bash`, `edit` and `submit` by the model's own tool calls (`chat.tool_parser`); `text`
+    writes one fenced block of shell commands in each answer; `program` is `command`."""
+    command: tuple[str, ...] = ()
+    """The agent's program and its arguments, if `agent` is program. It runs inside the sandbox, in the repository, with
+    the problem as JSON on standard input, and reaches nothing but the policy: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` are in its environment. Needs `rollout.endpoint`."""
+    instructions: str | None = None
+    """The system message; null is the agent's own, and an empty text is none. `{workdir}` becomes the repository's
+    folder."""
+    turns: PositiveInt = 100
+    """Most answers of the policy in one attempt. `rollout.session.turns` limits programs."""
+    reminders: NonNegativeInt = 3
+    """Answers in a row without a tool call, or without one fenced block, that are answered with a reminder. One more
+    ends the attempt."""
+    observation_bytes: Annotated[int, Ge(LEAST_SHOWN)] = 16_384
+    """Most bytes of a command's output that the policy sees: the first half and the last half of them, with a mark in
+    between."""
+    command_seconds: PositiveFloat = 60.0
+    """Time limit of one command. A command that takes longer is ended, and the shell stays."""
+    agent_seconds: PositiveFloat | None = None
+    """Time limit of an attempt, from the first request to the policy to its last command; null is the task's own.
+    Setup and grading have limits of their own, which the task names."""
+    cut_off: Literal["grade", "reward"] = "grade"
+    """What becomes of an attempt that ended without `submit`, because of a limit or of answers without calls. `grade`:
+    the files are graded as they stand, and the score counts. `reward`: nothing is graded, and the attempt has the
+    reward of `rollout.cut_off_reward`."""
+    user: NonNegativeInt = 1000
+    """The user of the agent's commands."""
+    changes: bool = True
+    """Record which files each turn changed, and how many lines. It runs git after each command."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if self.agent == "program":
+            if not self.command:
+                yield f"{at.command}: must name a program where {at}agent is program"
+            yield from at.idle(f"{at}agent is program", "instructions", "turns", "reminders", "observation_bytes")
+            yield from at.idle(f"{at}agent is program", "command_seconds", "changes")
+        else:
+            yield from at.idle(f"{at}agent is {self.agent}", "command")

@@ -1,0 +1,242 @@
+"""The tools of a coding agent in its sandbox: a shell that stays, edits of files, and the end of the work.
+
+Whatever the policy does wrong is an observation that it can read. Only the sandbox's own errors are raised.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from goaly.base.json_text import bounded_json
+from goaly.coding.settings import CodingSettings
+from goaly.sandboxes.contract import CommandResult, Entry, Limit
+from goaly.sandboxes.sandbox import Sandbox
+from goaly.sandboxes.shell import Shell
+
+BASH, EDIT, SUBMIT = "bash", "edit", "submit"
+MOST_EDITED_BYTES = 1 << 23
+"""Of a file that `edit` changes."""
+
+Record = Callable[[Mapping[str, Any]], None]
+"""Keeps what a tool did."""
+
+
+def _schema(name: str, description: str, required: tuple[str, ...] = (), **arguments: tuple[str, str]) -> Any:
+    properties = {key: {"type": kind, "description": what} for key, (kind, what) in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+SCHEMAS: tuple[Mapping[str, Any], ...] = (
+    _schema(
+        BASH,
+        "Run commands in a shell that stays: its folder, its variables and its background jobs are kept.",
+        ("command",),
+        command=("string", "the commands"),
+    ),
+    _schema(
+        EDIT,
+        "Change a file. With `old`: put `new` in place of it; `old` must be in the file exactly once. With `line`: "
+        "insert `new` behind this line, 0 is the beginning. With neither: create the file with `new` in it.",
+        ("path", "new"),
+        path=("string", "the file"),
+        new=("string", "the new text"),
+        old=("string", "the exact text that is replaced"),
+        line=("integer", "the number of the line"),
+    ),
+    _schema(SUBMIT, "End the work: the files are graded as they are now."),
+)
+"""The tools as JSON schemas, which the chat template renders."""
+
+
+class CannotCall(ValueError):
+    """A call that cannot be done; the policy reads why."""
+
+
+class Tools:
+    """The tools of one attempt. `async with` ends the shell; the sandbox stays."""
+
+    def __init__(
+        self, sandbox: Sandbox, workdir: str, settings: CodingSettings, record: Record = lambda record: None
+    ) -> None:
+        self._sandbox = sandbox
+        self._workdir = workdir
+        self._settings = settings
+        self._record = record
+        self._shell: Shell | None = None
+        self.submitted = False
+        """Whether the agent has said that it is done."""
+
+    async def call(self, name: str, arguments: str) -> str:
+        """Do a tool call with these arguments, as JSON text; what the policy sees of it."""
+        try:
+            given = _object(arguments)
+            if name == BASH:
+                return await self.bash(_argument(given, "command", str))
+            if name == EDIT:
+                old = _argument(given, "old", str) if given.get("old") is not None else None
+                line = _argument(given, "line", int) if given.get("line") is not None else None
+                return await self.edit(_argument(given, "path", str), _argument(given, "new", str), old=old, line=line)
+            if name == SUBMIT:
+                return self.submit()
+            raise CannotCall(f"there is no tool {name!r}: the tools are {BASH}, {EDIT} and {SUBMIT}")
+        except CannotCall as error:
+            said = f"error: {error}"
+            self._record({"tool": name, "arguments": arguments, "output": said})
+            return said
+
+    async def bash(self, command: str) -> str:
+        """Run commands in the shell; their output, cut in the middle, and how they ended."""
+        if "\0" in command:
+            raise CannotCall("a command must not have a zero byte")
+        if self._shell is None:
+            self._shell = await self._opened()
+        ended = await self._shell.run(command, seconds=self._settings.command_seconds)
+        output = said = ended.stdout.text()
+        if notes := self._notes(ended):
+            said = f"{output}{'' if output.endswith(chr(10)) or not output else chr(10)}{notes}"
+        self._record(
+            {
+                "tool": BASH,
+                "command": command,
+                "output": output,
+                "exit_code": ended.exit_code,
+                "seconds": round(ended.seconds, 4),
+                **({} if ended.limit is None else {"limit": str(ended.limit)}),
+            }
+        )
+        return said
+
+    async def edit(self, path: str, new: str, *, old: str | None = None, line: int | None = None) -> str:
+        """Change or create a file; what was done."""
+        if old is not None and line is not None:
+            raise CannotCall("give `old` to replace a text, or `line` to insert one, not both")
+        where = posixpath.normpath(posixpath.join(self._workdir, path))
+        if "\0" in path or where == "/":
+            raise CannotCall(f"path={path!r} is no file")
+        try:
+            if old is None and line is None:
+                await self._create(where, new)
+                said = f"created {path}"
+            else:
+                file = await self._file(where)
+                text = file.contents.decode(errors="surrogateescape")
+                changed, at = _replaced(text, old, new) if old is not None else _inserted(text, line or 0, new)
+                await self._sandbox.write(where, changed.encode(errors="surrogateescape"), mode=file.mode)
+                said = f"changed {path} at line {at}"
+        except (OSError, UnicodeEncodeError) as error:
+            raise CannotCall(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        self._record(
+            {
+                "tool": EDIT,
+                "path": path,
+                "new": new,
+                **({} if old is None else {"old": old}),
+                **({} if line is None else {"line": line}),
+                "output": said,
+            }
+        )
+        return said
+
+    def submit(self) -> str:
+        """Say that the work is done."""
+        self.submitted = True
+        self._record({"tool": SUBMIT})
+        return "submitted"
+
+    async def _opened(self) -> Shell:
+        most = 2 * (self._settings.observation_bytes // 2)
+        shell = await Shell.open(self._sandbox, output_bytes=most, cwd=self._workdir)
+        await shell.run("exec 2>&1")  # one stream, in the order in which a terminal would show it
+        return shell
+
+    def _notes(self, ended: CommandResult) -> str:
+        """What the output does not say."""
+        assert self._shell is not None
+        notes = []
+        if ended.limit is Limit.TIME:
+            notes.append(f"stopped after {self._settings.command_seconds:g} s")
+        elif ended.limit is Limit.MEMORY:
+            notes.append("a process was killed, because the memory was used up")
+        if ended.exit_code and ended.limit is not Limit.TIME:
+            notes.append(f"exit code {ended.exit_code}")
+        if not self._shell.alive:
+            self._shell = None
+            notes.append("the shell has ended, the next command starts a new one")
+        if not notes and not (ended.stdout.head or ended.stdout.tail):
+            notes.append("no output")
+        return f"[{'; '.join(notes)}]" if notes else ""
+
+    async def _file(self, path: str) -> Entry:
+        try:
+            entries = await self._sandbox.download(path, most_bytes=MOST_EDITED_BYTES)
+        except ValueError as error:
+            raise CannotCall(str(error)) from error
+        if len(entries) != 1 or entries[0].kind != "file":
+            raise CannotCall(f"{path} is not a file")
+        return entries[0]
+
+    async def _create(self, path: str, contents: str) -> None:
+        try:
+            await self._sandbox.download(path, most_bytes=1)
+        except FileNotFoundError:
+            await self._sandbox.write(path, contents.encode(errors="surrogateescape"))
+            return
+        except ValueError:
+            pass  # it has more bytes
+        raise CannotCall(f"{path} exists; give `old` to replace a part of it, or `line` to insert")
+
+    async def __aenter__(self) -> Tools:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._shell is not None and self._sandbox.alive():
+            await self._shell.close()
+
+
+def _object(arguments: str) -> Mapping[str, Any]:
+    try:
+        given = bounded_json(arguments or "{}")
+    except ValueError as error:
+        raise CannotCall(f"the arguments are no JSON object: {error}") from error
+    if not isinstance(given, Mapping):
+        raise CannotCall(f"the arguments must be a JSON object, they are {json.dumps(given)[:80]}")
+    return given
+
+
+def _argument(given: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = given.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = "a text" if kind is str else "a whole number"
+        raise CannotCall(f"`{name}` must be {wanted}" + ("" if name in given else ", it is missing"))
+    return value
+
+
+def _replaced(text: str, old: str, new: str) -> tuple[str, int]:
+    """The text with `new` in place of `old`, and the line where that is."""
+    if not old:
+        raise CannotCall("`old` is empty")
+    places, at = [], text.find(old)
+    while at >= 0 and len(places) < 10:
+        places.append(text.count("\n", 0, at) + 1)
+        at = text.find(old, at + 1)
+    if not places:
+        raise CannotCall("`old` is not in the file; it must be exactly as there, with its blanks")
+    if len(places) > 1:
+        lines = ", ".join(map(str, places))
+        raise CannotCall(f"`old` is more than once in the file, at the lines {lines}; give more of the text around it")
+    return text.replace(old, new, 1), places[0]
+
+
+def _inserted(text: str, line: int, new: str) -> tuple[str, int]:
+    """The text with `new` behind a line, and the number of its first line."""
+    *whole, last = text.split("\n")
+    lines = [*(f"{one}\n" for one in whole), *([last] if last else [])]
+    if not 0 <= line <= len(lines):
+        raise CannotCall(f"line={line}: must be from 0 to {len(lines)}, which is the file's last line")
+    if line and not lines[line - 1].endswith("\n"):
+        lines[line - 1] += "\n"
+    return "".join([*lines[:line], new if new.endswith("\n") else f"{new}\n", *lines[line:]]), line + 1
