@@ -232,13 +232,12 @@ class NamespaceSandbox(Sandbox):
     ) -> Process:
         """Ask for a process. `ours` are its pipes on this side; `theirs` are closed here."""
         number = self._channel.new_id()
-        os.set_blocking(ours[0], False)
-        process = Process(
+        process = Process.of_pipes(
             *ours[:3],
             output_bytes=most,
             kill=lambda signal_number, keep: self._kill(number, signal_number, keep),
             out_of_memory=self._killed_for_memory,
-            extra=list(ours[3:]),
+            extra=ours[3:],
         )
         self._processes[number] = process
         try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import os
 import signal
+import termios
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Protocol, Self
 
 from goaly.sandboxes.contract import CommandResult, Limit, Output
 
@@ -15,28 +19,20 @@ CHUNK = 65_536
 
 
 class Stream:
-    """Reads a pipe as its bytes come and keeps the first and the last of them."""
+    """An output of a command: keeps the first and the last bytes of it as they come."""
 
-    def __init__(self, fd: int, most: int) -> None:
-        self.fd: int | None = fd
+    def __init__(self, most: int) -> None:
         self.total = 0
         self.closed = asyncio.Event()
+        """Set at its end."""
         self.on_bytes: Callable[[bytes], None] | None = None
+        """Called with all that comes."""
         self._half = max(1, most // 2)
         self._head = bytearray()
         self._tail = bytearray()
-        os.set_blocking(fd, False)
-        asyncio.get_running_loop().add_reader(fd, self._read)
 
-    def _read(self) -> None:
-        assert self.fd is not None
-        try:
-            data = os.read(self.fd, CHUNK)
-        except BlockingIOError:
-            return
-        if not data:
-            self.close()
-            return
+    def feed(self, data: bytes) -> None:
+        """Take what came."""
         self.total += len(data)
         if self.on_bytes:
             self.on_bytes(data)
@@ -47,11 +43,7 @@ class Stream:
             del self._tail[: -self._half]
 
     def drain(self) -> None:
-        """Take what is in the pipe now."""
-        before = -1
-        while self.fd is not None and self.total != before:
-            before = self.total
-            self._read()
+        """Take what the command has written by now."""
 
     def taken(self) -> Output:
         """The output so far, which is then forgotten."""
@@ -63,11 +55,120 @@ class Stream:
         return output
 
     def close(self) -> None:
-        if self.fd is not None:
-            asyncio.get_running_loop().remove_reader(self.fd)
-            os.close(self.fd)
-            self.fd = None
-            self.closed.set()
+        """Nothing more comes."""
+        self.closed.set()
+
+
+class PipeStream(Stream):
+    """An output that comes by a pipe of this host."""
+
+    def __init__(self, fd: int, most: int) -> None:
+        super().__init__(most)
+        self._fd: int | None = fd
+        os.set_blocking(fd, False)
+        self.resume()
+
+    def pause(self) -> None:
+        """Let the pipe fill, and the command wait, until `resume`."""
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._fd is not None:
+            asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def _read(self) -> int:
+        """Take a part of what is in the pipe; the number of its bytes."""
+        assert self._fd is not None
+        try:
+            data = os.read(self._fd, CHUNK)
+        except BlockingIOError:
+            return 0
+        if data:
+            self.feed(data)
+        else:
+            self.close()
+        return len(data)
+
+    def drain(self) -> None:
+        if self._fd is None:
+            return
+        waiting = array.array("i", [0])
+        fcntl.ioctl(self._fd, termios.FIONREAD, waiting)
+        left = waiting[0]  # a command that goes on writing would keep this loop for ever
+        while left > 0 and (taken := self._read()):
+            left -= taken
+
+    def close(self) -> None:
+        if self._fd is not None:
+            self.pause()
+            os.close(self._fd)
+            self._fd = None
+            super().close()
+
+
+class Outlet(Protocol):
+    """What a command reads."""
+
+    async def write(self, data: bytes) -> None:
+        """Write as fast as the command reads; BrokenPipeError if nobody reads any more."""
+
+    def close(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """What a command writes beside its two streams."""
+
+    async def read(self) -> bytes:
+        """The next bytes; none at the end, or when nothing is left of a command that has ended."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Pipe:
+    """A pipe of this host to a command or from it."""
+
+    def __init__(self, fd: int, ended: asyncio.Future[int]) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._ended = ended
+
+    async def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view[:CHUNK]) :]
+            except BlockingIOError:
+                if self._ended.done():
+                    raise BrokenPipeError from None
+                await self._ready(asyncio.get_running_loop().add_writer, asyncio.get_running_loop().remove_writer)
+
+    async def read(self) -> bytes:
+        while True:
+            try:
+                return os.read(self._fd, CHUNK)
+            except BlockingIOError:
+                if self._ended.done():
+                    return b""
+                await self._ready(asyncio.get_running_loop().add_reader, asyncio.get_running_loop().remove_reader)
+
+    async def _ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        """Wait until the pipe can be written or read, or the command has ended."""
+        ready = asyncio.Event()
+        add(self._fd, ready.set)
+        waiting = asyncio.ensure_future(ready.wait())
+        try:
+            await asyncio.wait({waiting, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            remove(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class Process:
@@ -75,6 +176,33 @@ class Process:
 
     def __init__(
         self,
+        stdin: Outlet,
+        stdout: Stream,
+        stderr: Stream,
+        *,
+        ended: asyncio.Future[int],
+        kill: Callable[[int, Sequence[int] | None], Awaitable[None]],
+        out_of_memory: Callable[[], bool],
+        extra_input: Outlet | None = None,
+        extra_outputs: Sequence[Inlet] = (),
+    ) -> None:
+        self.stdout = stdout
+        self.stderr = stderr
+        self.extra_input = extra_input
+        """Its descriptor 3, which it reads."""
+        self.extra_outputs = extra_outputs
+        """Its descriptors 4 and above, which it writes."""
+        self.ended = ended
+        """Its exit code; an error if the sandbox died."""
+        self.out_of_memory = out_of_memory
+        """Whether the kernel has killed a process of the sandbox for its memory since the last call."""
+        self._stdin: Outlet | None = stdin
+        self._kill = kill
+        self._began = time.monotonic()
+
+    @classmethod
+    def of_pipes(
+        cls,
         stdin: int,
         stdout: int,
         stderr: int,
@@ -82,50 +210,31 @@ class Process:
         output_bytes: int,
         kill: Callable[[int, Sequence[int] | None], Awaitable[None]],
         out_of_memory: Callable[[], bool],
-        extra: list[int],
-    ) -> None:
-        self.stdout = Stream(stdout, output_bytes)
-        self.stderr = Stream(stderr, output_bytes)
-        self.extra = extra
-        self._stdin: int | None = stdin
-        self._kill = kill
-        self._out_of_memory = out_of_memory
-        self._began = time.monotonic()
-        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Its exit code; an error if the sandbox died."""
+        extra: Sequence[int] = (),
+    ) -> Self:
+        """A command at the other ends of these pipes of this host."""
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        pipes = [Pipe(fd, ended) for fd in extra]
+        return cls(
+            Pipe(stdin, ended),
+            PipeStream(stdout, output_bytes),
+            PipeStream(stderr, output_bytes),
+            ended=ended,
+            kill=kill,
+            out_of_memory=out_of_memory,
+            extra_input=pipes[0] if pipes else None,
+            extra_outputs=pipes[1:],
+        )
 
     async def write(self, data: bytes) -> None:
         """Write to its input as fast as it reads. A command that has closed its input is no error."""
         if self._stdin is not None:
             with suppress(BrokenPipeError):
-                await self.write_to(self._stdin, data)
-
-    async def write_to(self, fd: int, data: bytes) -> None:
-        """Write to one of its pipes as fast as it reads; BrokenPipeError if nobody reads it any more."""
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(fd, view[:CHUNK]) :]
-            except BlockingIOError:
-                await self.ready(fd, write=True)
-                if self.ended.done():
-                    raise BrokenPipeError from None
-
-    async def ready(self, fd: int, *, write: bool) -> None:
-        """Wait until a pipe can be written or read, or the command has ended."""
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        (loop.add_writer if write else loop.add_reader)(fd, ready.set)
-        waiting = asyncio.ensure_future(ready.wait())
-        try:
-            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-            (loop.remove_writer if write else loop.remove_reader)(fd)
+                await self._stdin.write(data)
 
     def close_stdin(self) -> None:
         if self._stdin is not None:
-            os.close(self._stdin)
+            self._stdin.close()
             self._stdin = None
 
     async def kill(self, number: int = signal.SIGKILL) -> None:
@@ -136,12 +245,18 @@ class Process:
         """Send a signal to every process group of its session but its own and those in `keep`."""
         await self._kill(number, keep)
 
-    async def communicate(self, stdin: bytes = b"", seconds: float | None = None) -> CommandResult:
+    async def communicate(
+        self, stdin: bytes | AsyncIterable[bytes] = b"", seconds: float | None = None
+    ) -> CommandResult:
         """Write its input and wait for its end. It is killed after `seconds`, or if the caller is cancelled."""
         limit = None
         try:
             async with asyncio.timeout(seconds):
-                await self.write(stdin)
+                if isinstance(stdin, bytes):
+                    await self.write(stdin)
+                else:
+                    async for part in stdin:
+                        await self.write(part)
                 self.close_stdin()
                 code = await asyncio.shield(self.ended)
                 # A process in the background may hold the pipes open; its output is not the command's.
@@ -158,7 +273,7 @@ class Process:
             raise
         finally:
             self.close()
-        if limit is None and code == -signal.SIGKILL and self._out_of_memory():
+        if limit is None and code == -signal.SIGKILL and self.out_of_memory():
             limit = Limit.MEMORY
         return self.result(code, self._began, limit)
 
@@ -179,5 +294,6 @@ class Process:
             if not stream.closed.is_set():
                 stream.drain()
                 stream.close()
-        while self.extra:
-            os.close(self.extra.pop())
+        for pipe in (self.extra_input, *self.extra_outputs):
+            if pipe is not None:
+                pipe.close()

@@ -7,7 +7,6 @@ input nor forges an exit code by its output.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from contextlib import suppress
 from typing import Self
@@ -32,9 +31,8 @@ class Shell:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._commands, self._reports = process.extra
-        os.set_blocking(self._commands, False)
-        os.set_blocking(self._reports, False)
+        assert process.extra_input is not None
+        self._commands, self._reports = process.extra_input, process.extra_outputs[0]
         self._lock = asyncio.Lock()
         self._jobs: list[int] = []
         """Process groups of background jobs, after the last command."""
@@ -57,7 +55,7 @@ class Shell:
             limit = None
             try:
                 async with asyncio.timeout(seconds):
-                    await self._process.write_to(self._commands, command.encode(errors="surrogateescape") + b"\0")
+                    await self._commands.write(command.encode(errors="surrogateescape") + b"\0")
                     code = await self._report()
             except BrokenPipeError as error:
                 raise SandboxDied("the shell has ended") from error
@@ -74,11 +72,7 @@ class Shell:
     async def _report(self) -> int:
         report = b""
         while not report.endswith(b"\0"):
-            try:
-                part = os.read(self._reports, 64)
-            except BlockingIOError:
-                await self._process.ready(self._reports, write=False)
-                continue
+            part = await self._reports.read()
             if not part:
                 return await self._process.ended
             report += part

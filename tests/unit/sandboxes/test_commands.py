@@ -144,6 +144,15 @@ async def test_a_shell_survives_a_command_that_exceeds_its_time_and_so_do_its_jo
     assert (await shell.run("echo $x; ps -eo args | grep '[s]leep'")).stdout.text() == "5\nsleep 777\n"
 
 
+async def test_a_job_that_writes_without_end_does_not_keep_the_shell(sandbox: NamespaceSandbox):
+    shell = await Shell.open(sandbox, output_bytes=1000)
+    assert (await shell.run("yes & echo begun")).exit_code == 0
+    flood = (await shell.run("sleep 0.1")).stdout
+    assert flood.omitted
+    assert len(flood.head) + len(flood.tail) == 1000
+    await shell.close()
+
+
 async def test_a_shell_that_ends_says_so(sandbox: NamespaceSandbox):
     shell = await Shell.open(sandbox)
     assert (await shell.run("exit 7")).exit_code == 7
