@@ -27,7 +27,7 @@ from goaly.sandboxes.control_groups import groups_of, memory_kills
 from goaly.sandboxes.files import entries_of, stream_of
 from goaly.sandboxes.process import Process
 from goaly.sandboxes.sandbox import Handler, Sandbox, SandboxHost
-from goaly.sandboxes.server import Channel, Message, SandboxServer, connect
+from goaly.sandboxes.server import Channel, Message, SandboxServer, connected, connected_to_shared
 
 OPEN_FILES = 4096
 PREFIX = "goaly-"
@@ -35,28 +35,35 @@ PREFIX = "goaly-"
 
 
 class NamespaceHost(SandboxHost):
-    """A client of this host's server of sandboxes. `open` starts a server, or connects to the one at an address."""
+    """A client of a server of sandboxes on this host."""
 
-    def __init__(self, channel: Channel, server: SandboxServer | None) -> None:
+    def __init__(self, channel: Channel, server: SandboxServer | None, number: int) -> None:
         self.server = server
         self._channel = channel
         self._roots: dict[Path, str] = {}
         self._live: dict[int, NamespaceSandbox] = {}
+        self._number = number
+        """Among the clients of the server; it makes names and ids unique there."""
         self._names = itertools.count(1)
-        self._ids = itertools.count((os.getpid() << 12) & 0x7FFFFFFF)
         channel.on_event = self._event
 
     @classmethod
-    async def open(cls, address: Path | None = None) -> Self:
-        """A host whose server lives at least as long as this object."""
-        server = await asyncio.to_thread(SandboxServer) if address is None else None  # it may compile
-        return cls(connect(server.address if server else address or Path()), server)
+    async def open(cls, shared: str | None = None) -> Self:
+        """A host with a server of its own, which ends with this object, or with one that processes share by a name."""
+        if shared is None:
+            server = await asyncio.to_thread(SandboxServer)  # it may compile
+            connection = await asyncio.to_thread(connected, server.address)
+        else:
+            server, connection = None, await asyncio.to_thread(connected_to_shared, shared)
+        channel = Channel(connection, "the server of sandboxes")
+        return cls(channel, server, int((await channel.ask("H"))[2][0]))
 
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> NamespaceSandbox:
         """A sandbox in the state of its root, or of a snapshot."""
         layers = list(origin.layers) if origin else [await self._root(spec.root)]
-        number = next(self._ids)
-        name = f"{PREFIX}{os.getpid()}-{number}"
+        unique = next(self._names)
+        number = (self._number << 20 | unique & 0xFFFFF) & 0xFFFFFFFF
+        name = f"{PREFIX}{os.getpid()}-{self._number}-{unique}"
         limits = spec.limits
         fields = [name, limits.disk_mib << 20, limits.files, spec.seconds_unowned, int(spec.debuggers)]
         hidden = () if origin else spec.hidden_folders
@@ -90,7 +97,7 @@ class NamespaceHost(SandboxHost):
 
     async def _root(self, path: Path) -> str:
         if path not in self._roots:
-            name = f"root-{os.getpid()}-{next(self._names)}"
+            name = f"root-{self._number}-{next(self._names)}"
             try:
                 await self._channel.ask("I", name, str(path))
             except SandboxError as error:
@@ -100,7 +107,7 @@ class NamespaceHost(SandboxHost):
 
     async def add_layer(self, fd: int) -> str:
         """Keep a snapshot's files at the server; the name of the layer."""
-        name = f"layer-{os.getpid()}-{next(self._names)}"
+        name = f"layer-{self._number}-{next(self._names)}"
         try:
             await self._channel.ask("Y", name, fds=[fd])
         finally:

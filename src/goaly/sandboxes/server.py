@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
+import fcntl
 import hashlib
 import importlib.util
 import os
 import secrets
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxUnavailable
 
 NATIVE = Path(__file__).parent / "native"
 LARGEST = 192 * 1024
+SOCKET = "server"
+HELLO_SECONDS = 30.0
 FIRST_ID = 100_000
 """The host's user that is user 0 in every sandbox, if this process is root."""
 Message = tuple[str, int, list[str], list[int]]
@@ -178,23 +185,14 @@ class Channel:
 
 
 class SandboxServer:
-    """Owns the server's process: it ends, with every sandbox, when this object closes or this process ends."""
+    """Owns a server's process: it ends, with every sandbox, when this object closes or this process ends."""
 
     def __init__(self) -> None:
-        program = build()
         self._folder = Path(tempfile.mkdtemp(prefix="goaly-sandboxes-"))
-        (self._folder / "mounts").mkdir()
-        self.address = self._folder / "server"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            listening.bind(str(self.address))
-            listening.listen(128)
-            reader, self._owner = os.pipe()
-            first_id = FIRST_ID if os.geteuid() == 0 else -1
-            words = [str(program), str(listening.fileno()), str(reader), str(self._folder / "mounts"), str(first_id)]
-            self.process = subprocess.Popen(
-                words, pass_fds=[listening.fileno(), reader], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            os.close(reader)
+        reader, self._owner = os.pipe()
+        self.process = _started(self._folder, reader)
+        self.address = self._folder / SOCKET
+        os.close(reader)
 
     def close(self) -> None:
         """End every sandbox and the server."""
@@ -205,12 +203,61 @@ class SandboxServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def connect(address: Path) -> Channel:
-    """A channel to the server at an address."""
+def _started(folder: Path, owner: int) -> subprocess.Popen[bytes]:
+    program = build()
+    mounts = folder / "mounts"
+    mounts.mkdir()
+    first_id = FIRST_ID if os.geteuid() == 0 else -1
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(folder / SOCKET))
+        listening.listen(128)
+        words = [str(program), str(listening.fileno()), str(owner), str(mounts), str(first_id)]
+        passed = [fd for fd in (listening.fileno(), owner) if fd >= 0]
+        return subprocess.Popen(words, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def connected(address: Path) -> socket.socket:
+    """A connection to the server at an address."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(str(address))
+        connection.settimeout(HELLO_SECONDS)
+        connection.send(b"H" + bytes(4))
+        if not connection.recv(64):  # it was about to end
+            raise ConnectionResetError(errno.ECONNRESET, "it has just ended")
     except OSError as error:
         connection.close()
-        raise SandboxUnavailable(f"no server of sandboxes at {address}: {error}") from error
-    return Channel(connection, "the server of sandboxes")
+        raise SandboxUnavailable(f"no server of sandboxes answers at {address}: {error}") from error
+    return connection
+
+
+def connected_to_shared(name: str) -> socket.socket:
+    """A connection to the server that all processes of this user share by a name, which the first one starts.
+
+    It ends when it has neither clients nor sandboxes. Those of a client that has gone live `seconds_unowned` longer."""
+    folder = runtime_folder() / hashlib.sha256(name.encode()).hexdigest()[:16]
+    lock = os.open(runtime_folder(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(SandboxUnavailable):
+            return connected(folder / SOCKET)
+        shutil.rmtree(folder, ignore_errors=True)  # of a server that was killed
+        folder.mkdir()
+        _reaped_in_background(_started(folder, -1))
+        return connected(folder / SOCKET)
+    finally:
+        os.close(lock)
+
+
+def _reaped_in_background(process: subprocess.Popen[bytes]) -> None:
+    threading.Thread(target=process.wait, name="server of sandboxes", daemon=True).start()
+
+
+def runtime_folder() -> Path:
+    """This user's folder for sockets and locks of sandboxes on this host."""
+    folder = Path(tempfile.gettempdir(), f"goaly-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise SandboxUnavailable(f"{folder} must be a folder of user {os.geteuid()} that nobody else may enter")
+    return folder

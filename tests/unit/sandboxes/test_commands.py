@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -204,46 +203,6 @@ async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: Namespac
 async def test_bad_roots_are_refused(host: NamespaceHost, tmp_path: Path):
     with pytest.raises(SandboxUnavailable, match="none"):
         await host.start(SandboxSpec(root=tmp_path / "none", limits=SMALL))
-
-
-async def test_another_client_adopts_a_sandbox_and_its_files(host: NamespaceHost, sandbox: NamespaceSandbox):
-    assert host.server
-    shell = await Shell.open(sandbox)
-    await shell.run("echo kept > /tmp/state")
-    other = await NamespaceHost.open(host.server.address)
-    adopted = await other.adopt(sandbox.ticket)
-    assert (await adopted.run("cat /tmp/state")).stdout.text() == "kept\n"
-    await adopted.stop()
-    await other.close()
-
-
-async def test_the_end_of_an_earlier_clients_command_is_not_that_of_an_adopters(host: NamespaceHost):
-    assert host.server
-    first = await NamespaceHost.open(host.server.address)
-    sandbox = await first.start(SandboxSpec(limits=SMALL))
-    left = await sandbox.start("echo $$ > /tmp/pid; mkfifo /tmp/end; read line < /tmp/end; exit 9")
-    await first.leave()
-    left.close()
-    adopted = await host.adopt(sandbox.ticket)
-    wait = "until [ -p /tmp/end ]; do :; done; echo > /tmp/end; while kill -0 $(cat /tmp/pid) 2>/dev/null; do :; done"
-    result = await adopted.run(f"{wait}; echo kept")
-    assert (result.exit_code, result.stdout.text()) == (0, "kept\n")
-
-
-async def test_a_sandbox_without_a_client_ends_after_its_time(host: NamespaceHost):
-    assert host.server
-    other = await NamespaceHost.open(host.server.address)
-    left = await other.start(SandboxSpec(limits=SMALL, seconds_unowned=1))
-    pid = left.pid
-    await other.leave()
-    began = time.monotonic()
-    descriptor = os.pidfd_open(pid)
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, gone.set)
-    await asyncio.wait_for(gone.wait(), 10)
-    assert time.monotonic() - began > 0.5
-    asyncio.get_running_loop().remove_reader(descriptor)
-    os.close(descriptor)
 
 
 async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: NamespaceHost):

@@ -2,10 +2,11 @@
  *
  *     sandboxes LISTEN OWNER FOLDER FIRST_ID
  *
- * LISTEN is a descriptor of a listening socket (SOCK_SEQPACKET), OWNER one that is readable when the owner is gone, FOLDER an
- * empty folder for mounts, FIRST_ID the host's user that is root in every sandbox, or -1: the server's own user.
+ * LISTEN is a descriptor of a listening socket (SOCK_SEQPACKET), OWNER one that is readable when the owner is gone, or -1: it ends
+ * when it has neither clients nor sandboxes, FOLDER an empty folder for mounts beside its socket, which is named `server`, FIRST_ID
+ * the host's user that is root in every sandbox, or -1: the server's own user.
  *
- * Requests: `S` start, `A` attach, `T` terminate, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have
+ * Requests: `H` the client's number, `S` start, `A` attach, `T` terminate, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have
  * the request's operation or `E`, and its id; `X` reports the end of a sandbox to the client that has it. */
 #define _GNU_SOURCE
 #include "wire.h"
@@ -34,11 +35,19 @@
 #define MOST_GROUPS 8
 #define MOST_HIDDEN 64
 #define IDS 65536
+#define MOST_CLIENTS 1024
 
-struct box { uint32_t id; pid_t pid; int host_end, client; time_t until, keep; char *groups[MOST_GROUPS]; int n_groups; };
+struct box { uint32_t id, born; pid_t pid; int host_end, client; time_t until, keep; char *groups[MOST_GROUPS]; int n_groups; };
+
+/* Layers stay as long as the client that brought them, or a sandbox that it started: an adopter may fork that. */
+struct layer { char name[96]; uint32_t born; };
+struct client { int fd; uint32_t number; };
 
 static struct box boxes[MOST];
-static int n_boxes, first_id, poller, users = -1;
+static struct layer layers[MOST];
+static struct client clients[MOST_CLIENTS];
+static int n_boxes, n_layers, n_clients, first_id, poller, users = -1;
+static uint32_t last_client;
 static struct message m;
 
 static time_t now(void) {
@@ -73,6 +82,28 @@ static struct box *find(uint32_t id) {
     return NULL;
 }
 
+static uint32_t number_of(int client) {
+    for (int i = 0; i < n_clients; i++)
+        if (clients[i].fd == client) return clients[i].number;
+    return 0;
+}
+
+static int forget(int at) {
+    char path[128];
+    snprintf(path, sizeof path, "../layers/%s", layers[at].name);
+    layers[at] = layers[--n_layers];
+    return umount2(path, MNT_DETACH) || rmdir(path);
+}
+
+static void forget_layers_of(uint32_t born) {
+    for (int i = 0; i < n_clients; i++)
+        if (clients[i].number == born) return;
+    for (int i = 0; i < n_boxes; i++)
+        if (boxes[i].born == born) return;
+    for (int i = n_layers; i-- > 0;)
+        if (layers[i].born == born) forget(i);
+}
+
 static void refuse(int client, const char *what) {
     wire_say(client, 'E', m.id, "%s: %s", what, strerror(errno));
 }
@@ -80,10 +111,10 @@ static void refuse(int client, const char *what) {
 /* Fields: name, bytes, files, seconds without a client, ptrace, number of layers, layers (names of `I` and `Y`), number of hidden folders,
  * hidden folders, then control groups: a folder to make, and `file=value` for the folder before it. Answer: pid, with the client's end of the sandbox's socket. */
 static void start(int client) {
-    static const char *layers[512], *hidden[MOST_HIDDEN];
+    static const char *folders[512], *hidden[MOST_HIDDEN];
     static char paths[512][128];
-    struct box box = {.id = m.id, .client = client};
-    struct sandbox sandbox = {.folder = "../here", .layers = layers};
+    struct box box = {.id = m.id, .born = number_of(client), .client = client};
+    struct sandbox sandbox = {.folder = "../here", .layers = folders};
     int pair[2], go[2];
     sandbox.hostname = wire_text(&m), sandbox.bytes = wire_text(&m), sandbox.inodes = wire_text(&m);
     box.keep = (time_t)wire_number(&m);
@@ -91,7 +122,7 @@ static void start(int client) {
     for (int i = 0; i < sandbox.n_layers && i < 512; i++) {
         const char *name = wire_text(&m);
         if (strchr(name, '/') || *name == '.') sandbox.n_layers = -1;
-        snprintf(paths[i], sizeof paths[i], "../layers/%s", name), layers[i] = paths[i];
+        snprintf(paths[i], sizeof paths[i], "../layers/%s", name), folders[i] = paths[i];
     }
     sandbox.hidden = hidden, sandbox.n_hidden = (int)wire_number(&m);
     for (int i = 0; i < sandbox.n_hidden && i < MOST_HIDDEN; i++) hidden[i] = wire_text(&m);
@@ -144,7 +175,9 @@ static void end_box(int at) {
     struct box *box = &boxes[at];
     while (box->n_groups) rmdir(box->groups[--box->n_groups]), free(box->groups[box->n_groups]);
     close(box->host_end);
+    uint32_t born = box->born;
     *box = boxes[--n_boxes];
+    forget_layers_of(born);
 }
 
 static void reap(int signals) {
@@ -182,29 +215,35 @@ static void add_layer(int client) {
     char at[128];
     const char *name = wire_text(&m), *path = wire_text(&m);
     snprintf(at, sizeof at, "../layers/%s", name);
-    if (strchr(name, '/') || *name == '.' || (m.op == 'Y' && !m.n_fds)) {
-        errno = EINVAL;
+    if (strchr(name, '/') || *name == '.' || strlen(name) >= sizeof layers->name || (m.op == 'Y' && !m.n_fds) || n_layers == MOST) {
+        errno = n_layers == MOST ? EMFILE : EINVAL;
         refuse(client, name);
         return;
     }
     int tree = m.op == 'Y' ? m.fds[0] : (int)syscall(SYS_open_tree, AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (first_id < 0 ? AT_RECURSIVE : 0));
     if (tree < 0 || (m.op == 'I' && mapped(tree)) || (mkdir(at, 0755) && errno != EEXIST) || syscall(SYS_move_mount, tree, "", AT_FDCWD, at, MOVE_MOUNT_F_EMPTY_PATH))
         refuse(client, m.op == 'I' ? path : name);
-    else wire_send(client, m.op, m.id, NULL, 0, NULL, 0);
+    else {
+        layers[n_layers].born = number_of(client);
+        strcpy(layers[n_layers++].name, name);
+        wire_send(client, m.op, m.id, NULL, 0, NULL, 0);
+    }
     if (m.op == 'I' && tree >= 0) close(tree);
 }
 
 static void forget_layer(int client) {
-    char at[128];
     const char *name = wire_text(&m);
-    snprintf(at, sizeof at, "../layers/%s", name);
-    if (strchr(name, '/') || *name == '.' || umount2(at, MNT_DETACH) || rmdir(at)) refuse(client, name);
+    int at = 0;
+    while (at < n_layers && strcmp(layers[at].name, name)) at++;
+    errno = ENOENT;
+    if (at == n_layers || forget(at)) refuse(client, name);
     else wire_send(client, 'Z', m.id, NULL, 0, NULL, 0);
 }
 
 static void serve(int client) {
     struct box *box = find(m.id);
     switch (m.op) {
+        case 'H': wire_say(client, 'H', m.id, "%u", number_of(client)); break;
         case 'S': start(client); break;
         case 'I': case 'Y': add_layer(client); break;
         case 'Z': forget_layer(client); break;
@@ -225,6 +264,13 @@ static void serve(int client) {
 static void leave(int client) {
     for (int i = 0; i < n_boxes; i++)
         if (boxes[i].client == client) boxes[i].client = -1, boxes[i].until = now() + boxes[i].keep;
+    for (int i = 0; i < n_clients; i++)
+        if (clients[i].fd == client) {
+            uint32_t number = clients[i].number;
+            clients[i] = clients[--n_clients];
+            forget_layers_of(number);
+            break;
+        }
     close(client);
 }
 
@@ -242,6 +288,17 @@ static void end_all(void) {
     for (int i = 0; i < n_boxes; i++) kill(boxes[i].pid, SIGKILL);
     while (waitpid(-1, NULL, 0) > 0) {}
     while (n_boxes) end_box(n_boxes - 1);
+    exit(0);
+}
+
+/* The last thing that a server without an owner does. */
+static void leave_nothing(const char *folder) {
+    char path[1024];
+    if (chdir("/") || umount2(folder, MNT_DETACH)) exit(1);
+    snprintf(path, sizeof path, "%s/../server", folder), unlink(path);
+    snprintf(path, sizeof path, "%s/..", folder);
+    if (!chdir(path)) rmdir("mounts");
+    snprintf(path, sizeof path, "%.*s", (int)(strrchr(folder, '/') - folder), folder), rmdir(path);
     exit(0);
 }
 
@@ -279,7 +336,8 @@ int main(int n, char **words) {
     for (int number = 1; number < 32; number++)
         if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGPIPE) signal(number, SIG_IGN);
     poller = epoll_create1(EPOLL_CLOEXEC);
-    watch(listening), watch(owner), watch(signals);
+    watch(listening), watch(signals);
+    if (owner >= 0) watch(owner);
     for (;;) {
         struct epoll_event events[64];
         int ready = epoll_wait(poller, events, 64, milliseconds_to_the_next_end());
@@ -290,9 +348,14 @@ int main(int n, char **words) {
             else if (fd == listening) {
                 int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
                 struct timeval patience = {5, 0};   /* a client that does not read must not stop the others */
-                if (client >= 0) setsockopt(client, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience), watch(client);
+                if (client >= 0 && n_clients == MOST_CLIENTS) close(client);
+                else if (client >= 0) {
+                    setsockopt(client, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience), watch(client);
+                    clients[n_clients++] = (struct client){client, ++last_client};
+                }
             } else if (wire_receive(fd, &m) <= 0) leave(fd);
             else serve(fd), wire_close_fds(&m);
         }
+        if (owner < 0 && last_client && !n_clients && !n_boxes) leave_nothing(folder);
     }
 }
