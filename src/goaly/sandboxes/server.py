@@ -213,7 +213,11 @@ def _started(folder: Path, owner: int) -> subprocess.Popen[bytes]:
         listening.listen(128)
         words = [str(program), str(listening.fileno()), str(owner), str(mounts), str(first_id)]
         passed = [fd for fd in (listening.fileno(), owner) if fd >= 0]
-        return subprocess.Popen(words, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
+        silent = subprocess.DEVNULL  # a server that outlives its starter holds none of its pipes
+        errors = None if owner >= 0 else silent
+        return subprocess.Popen(
+            words, pass_fds=passed, stdin=silent, stdout=silent, stderr=errors, start_new_session=True
+        )
 
 
 def connected(address: Path) -> socket.socket:
