@@ -20,8 +20,9 @@ DEFINITION = re.compile(rf"\s*([A-Z]{{2}}-\d+(?=  \S)|(?:{ROOMS})-\d+(?=: \S))")
 
 def lines(*tops: str) -> Iterator[tuple[str, str]]:
     """`(path, line)` of every line of source and documentation under these folders and files."""
+    of_tasks = {*ROOT.glob("apps/coding/tasks/*/**/*")}
     for top in tops:
-        for path in sorted((ROOT / top).rglob("*") if (ROOT / top).is_dir() else [ROOT / top]):
+        for path in sorted({*(ROOT / top).rglob("*")} - of_tasks if (ROOT / top).is_dir() else [ROOT / top]):
             if path.suffix in (".py", ".md"):
                 name = str(path.relative_to(ROOT))
                 yield from ((name, line) for line in path.read_text(encoding="utf-8").splitlines())

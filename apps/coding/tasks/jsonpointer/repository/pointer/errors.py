@@ -1,0 +1,2 @@
+class PointerError(ValueError):
+    """A pointer that is malformed, or that leads nowhere."""
