@@ -4,17 +4,18 @@ import asyncio
 import os
 import sys
 
+from goaly.sandboxes.compiler import compilers
 from goaly.sandboxes.contract import Limits, SandboxError, SandboxSpec
 from goaly.sandboxes.control_groups import hierarchies, unlimited
 from goaly.sandboxes.namespaces import NamespaceHost
-from goaly.sandboxes.server import compiler
 
 USAGE = "usage: python -m goaly.sandboxes check"
 
 
 async def check() -> int:
     """Start a sandbox and try what it must keep in; print what works. 0 if sandboxes run here."""
-    print(f"compiler        {' '.join(compiler() or ['none: install gcc or clang, or `pip install ziglang`'])}")
+    found = compilers() or [["none: install gcc or clang, or `pip install ziglang`"]]
+    print(f"compiler        {' '.join(found[0])}")
     trees = ", ".join(f"{'+'.join(sorted(tree.resources))} (version {tree.version})" for tree in hierarchies())
     print(f"control groups  {trees or 'none that this user may write'}")
     if missing := unlimited():

@@ -14,22 +14,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import socket
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from goaly.sandboxes.channel import Channel, Message, SocketChannel
+from goaly.sandboxes.contract import FileSnapshot, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.control_groups import groups_of, memory_kills
-from goaly.sandboxes.files import entries_of, stream_of
-from goaly.sandboxes.process import Process
-from goaly.sandboxes.sandbox import Handler, Sandbox, SandboxHost
-from goaly.sandboxes.server import Channel, Message, SandboxServer, connected, connected_to_shared
+from goaly.sandboxes.resident import ResidentSandbox
+from goaly.sandboxes.sandbox import Handler, SandboxHost
+from goaly.sandboxes.server import SandboxServer, connected, connected_to_shared
 
-OPEN_FILES = 4096
 PREFIX = "goaly-"
 """Control groups of sandboxes begin so."""
 
@@ -55,11 +52,15 @@ class NamespaceHost(SandboxHost):
             connection = await asyncio.to_thread(connected, server.address)
         else:
             server, connection = None, await asyncio.to_thread(connected_to_shared, shared)
-        channel = Channel(connection, "the server of sandboxes")
+        channel = SocketChannel(connection, "the server of sandboxes")
         return cls(channel, server, int((await channel.ask("H"))[2][0]))
 
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> NamespaceSandbox:
         """A sandbox in the state of its root, or of a snapshot."""
+        if spec.image is not None:
+            raise SandboxUnavailable(
+                f"the backend namespaces has no images (image={spec.image!r}): give root, or use the backend containers"
+            )
         layers = list(origin.layers) if origin else [await self._root(spec.root)]
         unique = next(self._names)
         number = (self._number << 20 | unique & 0xFFFFF) & 0xFFFFFFFF
@@ -154,109 +155,19 @@ class SandboxTicket:
     layers: tuple[str, ...]
 
 
-class NamespaceSandbox(Sandbox):
+class NamespaceSandbox(ResidentSandbox):
     """A sandbox of this host."""
 
     def __init__(self, host: NamespaceHost, ticket: SandboxTicket, descriptor: int) -> None:
         self.ticket = ticket
-        self.spec = ticket.spec
         self.pid = ticket.pid
         """Its first process, on the host."""
         self._host = host
-        self._processes: dict[int, Process] = {}
-        self._kills = memory_kills(ticket.name)
-        self._channel = Channel(socket.socket(fileno=descriptor), f"sandbox {ticket.name}")
-        self._channel.on_event = self._event
-        self._channel.on_close = self.died
+        channel = SocketChannel(socket.socket(fileno=descriptor), f"sandbox {ticket.name}")
+        super().__init__(ticket.spec, channel)
 
-    async def ready(self) -> None:
-        """Wait until commands can run."""
-        message = await self._channel.expect(0)
-        if message[0] == "E":
-            raise SandboxUnavailable(f"a sandbox did not start: {message[2][0]}")
-
-    async def _start(
-        self,
-        words: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str,
-        user: int,
-        output_bytes: int,
-        extra_pipes: int,
-    ) -> Process:
-        largest = self.spec.limits.file_mib << 20
-        limits = [resource.RLIMIT_CORE, 0, resource.RLIMIT_FSIZE, largest, resource.RLIMIT_NOFILE, OPEN_FILES]
-        ours, theirs = [], []
-        for theirs_reads in (True, False, False, *(index == 0 for index in range(extra_pipes))):
-            reader, writer = os.pipe()
-            ours.append(writer if theirs_reads else reader)
-            theirs.append(reader if theirs_reads else writer)
-        fields = [user, user, cwd, len(limits) // 2, *limits, len(words), *words]
-        fields += [f"{key}={value}" for key, value in variables.items()]
-        return self._begin("R", fields, ours, theirs, output_bytes)
-
-    async def _kill(self, number: int, signal_number: int, keep: Sequence[int] | None) -> None:
-        fields = ["group"] if keep is None else ["session", *keep]
-        with suppress(SandboxDied):
-            await self._channel.ask("K", number, signal_number, *fields)
-
-    def _killed_for_memory(self) -> bool:
-        before, self._kills = self._kills, memory_kills(self.ticket.name)
-        return self._kills > before
-
-    async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
-        reader, writer = os.pipe()
-        process = self._move_files("W", to, user, reader, (writer, _empty()), 1)
-        try:
-            for part in stream_of(entries):
-                await process.write(part)
-            process.close_stdin()
-            await process.ended
-        finally:
-            process.close()
-
-    async def download(self, path: str, *, most_bytes: int = 1 << 28, user: int | None = None) -> list[Entry]:
-        reader, writer = os.pipe()
-        process = self._move_files("G", path, user, writer, (os.open(os.devnull, os.O_WRONLY), reader), 2 * most_bytes)
-        try:
-            await process.ended
-            process.stdout.drain()
-            output = process.stdout.taken()
-        finally:
-            process.close()
-        if output.omitted or len(output.head) + len(output.tail) > most_bytes:
-            raise ValueError(f"{path} has more than {most_bytes} bytes")
-        return entries_of(output.head + output.tail)
-
-    def _move_files(
-        self, op: str, path: str, user: int | None, theirs: int, ours: tuple[int, int], most: int
-    ) -> Process:
-        user = self.spec.user if user is None else user
-        return self._begin(op, [user, user, path], (*ours, _empty()), [theirs], most)
-
-    def _begin(
-        self, op: str, fields: Sequence[str | int], ours: Sequence[int], theirs: list[int], most: int
-    ) -> Process:
-        """Ask for a process. `ours` are its pipes on this side; `theirs` are closed here."""
-        number = self._channel.new_id()
-        process = Process.of_pipes(
-            *ours[:3],
-            output_bytes=most,
-            kill=lambda signal_number, keep: self._kill(number, signal_number, keep),
-            out_of_memory=self._killed_for_memory,
-            extra=ours[3:],
-        )
-        self._processes[number] = process
-        try:
-            self._channel.send(op, number, *fields, fds=theirs)
-        except BaseException:
-            del self._processes[number]
-            process.close()
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        return process
+    def _memory_kills(self) -> int:
+        return memory_kills(self.ticket.name)
 
     async def snapshot(self) -> FileSnapshot:
         answer = await self._channel.ask("N")
@@ -269,40 +180,6 @@ class NamespaceSandbox(Sandbox):
         listening.setblocking(False)
         return await asyncio.start_server(handler, sock=listening)
 
-    def alive(self) -> bool:
-        return not self._channel.closed
-
     async def stop(self) -> None:
         await self._host.terminate(self.ticket.number)
         self.died()
-
-    def died(self) -> None:
-        """Its commands end with SandboxDied."""
-        self._channel.on_close = lambda: None
-        self._channel.close()
-        for process in self._processes.values():
-            if not process.ended.done():
-                process.ended.set_exception(SandboxDied(f"sandbox {self.ticket.name} has ended"))
-                process.ended.exception()
-        self._processes.clear()
-        self.ended()
-
-    def _event(self, message: Message) -> None:
-        op, number, fields, _ = message
-        process = self._processes.get(number)
-        if process is None:
-            return
-        if op == "F" and not process.ended.done():
-            process.ended.set_exception(OSError(int(fields[0]), os.strerror(int(fields[0])), fields[1]))
-            process.ended.exception()
-        elif op == "X":
-            del self._processes[number]
-            if not process.ended.done():
-                process.ended.set_result(int(fields[0]))
-
-
-def _empty() -> int:
-    """A pipe from which nothing comes."""
-    reader, writer = os.pipe()
-    os.close(writer)
-    return reader

@@ -203,6 +203,8 @@ async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: Namespac
 async def test_bad_roots_are_refused(host: NamespaceHost, tmp_path: Path):
     with pytest.raises(SandboxUnavailable, match="none"):
         await host.start(SandboxSpec(root=tmp_path / "none", limits=SMALL))
+    with pytest.raises(SandboxUnavailable, match=r"no images.*debian:12.*use the backend containers"):
+        await host.start(SandboxSpec(image="debian:12"))
 
 
 async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: NamespaceHost):

@@ -3,13 +3,10 @@
  * Its own root is a tmpfs with the layers of folders that it stacks; each command's root is the stack (`m/N`), as another
  * user, without capabilities, behind the filter of system calls. The host's folders are gone before the first command. */
 #define _GNU_SOURCE
-#include "wire.h"
+#include "commands.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
-#include <linux/capability.h>
 #include <linux/mount.h>
 #include <net/if.h>
 #include <poll.h>
@@ -21,45 +18,16 @@
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
-#include <sys/resource.h>
-#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <sys/xattr.h>
-#include <netinet/in.h>
 #include <unistd.h>
 
-#define MOST_COMMANDS 1024
-#define MOST_WORDS 4096
 #define MOST_LAYERS 400
 
-void files_write(int from, const char *folder);
-void files_read(int to, const char *path);
-
-static struct message m;
-static struct { uint32_t id; pid_t pid; } commands[MOST_COMMANDS];
-static int control, debuggable, n_layers, generation;
+static int n_layers, generation;
 static char lower[MOST_LAYERS * 16];
-
-static void fail(const char *doing) {
-    wire_say(control, 'E', 0, "%s: %s", doing, strerror(errno));
-    _exit(1);
-}
-
-static void must(long result, const char *doing) {
-    if (result < 0) fail(doing);
-}
-
-/* Answers a request with an error: its number and what it is about. */
-static void refuse(const char *what) {
-    int number = errno;
-    char fields[4200];
-    int length = snprintf(fields, sizeof fields, "%d%c%.4000s", number, 0, what);
-    wire_send(control, 'F', m.id, fields, (size_t)length + 1, NULL, 0);
-    errno = number;
-}
 
 static void put(const char *path, const char *text) {
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
@@ -81,6 +49,7 @@ static int stack(void) {
     char options[sizeof lower + 128], upper[32], work[32], merged[32];
     snprintf(upper, sizeof upper, "u/%d", generation), snprintf(work, sizeof work, "w/%d", generation);
     snprintf(merged, sizeof merged, "m/%d", generation);
+    snprintf(command_root, sizeof command_root, "/m/%d", generation);
     if ((mkdir(upper, 0755) && errno != EEXIST) || mkdir(work, 0755) || mkdir(merged, 0755)) return -1;
     snprintf(options, sizeof options, "userxattr,upperdir=%s,workdir=%s,lowerdir=%s", upper, work, lower);
     if (mount("sandbox", merged, "overlay", MS_NODEV | MS_NOSUID, options)) return -1;
@@ -153,146 +122,6 @@ static void make_root(struct sandbox *sandbox) {
     must(sethostname(sandbox->hostname, strlen(sandbox->hostname)), "a host name");
 }
 
-/* What a command's process does before its program, or a file operation: no way back. */
-static void become(uid_t uid, gid_t gid) {
-    struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
-    struct __user_cap_data_struct none[2] = {{0}};
-    char root[32];
-    snprintf(root, sizeof root, "/m/%d", generation);
-    must(chroot(root), "the sandbox's root");
-    must(chdir("/"), "/");
-    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-    for (int cap = 0; cap <= 63; cap++) prctl(PR_CAPBSET_DROP, cap, 0, 0, 0);
-    if (setgroups(1, &gid)) {}   /* refused in an ordinary user's namespace, which has no other groups */
-    must(setresgid(gid, gid, gid), "the group");
-    must(setresuid(uid, uid, uid), "the user");
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
-    must(syscall(SYS_capset, &head, none), "no capabilities");
-    must(forbid_system_calls(debuggable), "the filter of system calls");
-    sigset_t no_signals;
-    sigemptyset(&no_signals);
-    sigprocmask(SIG_SETMASK, &no_signals, NULL);
-    umask(022);
-}
-
-static void answer_started(pid_t pid) {
-    if (pid < 0) {
-        refuse("a process");
-        return;
-    }
-    for (int i = 0; i < MOST_COMMANDS; i++)
-        if (!commands[i].pid) {
-            commands[i].id = m.id, commands[i].pid = pid;
-            return;
-        }
-}
-
-static int room_for_a_command(void) {
-    for (int i = 0; i < MOST_COMMANDS; i++)
-        if (!commands[i].pid) return 1;
-    errno = EAGAIN;
-    return 0;
-}
-
-/* Fields: user, group, folder, number of limits, (resource, value) each, number of words, words, variables. Descriptors: the program's, from 0. */
-static void run(void) {
-    pid_t pid = room_for_a_command() ? fork() : -1;
-    if (pid) {
-        answer_started(pid);
-        return;
-    }
-    static char *words[MOST_WORDS], *variables[MOST_WORDS];
-    uid_t uid = (uid_t)wire_number(&m);
-    gid_t gid = (gid_t)wire_number(&m);
-    const char *folder = wire_text(&m);
-    struct rlimit limits[16];
-    int resources[16], n_limits = (int)wire_number(&m);
-    for (int i = 0; i < n_limits; i++) {
-        int resource = (int)wire_number(&m);
-        rlim_t value = (rlim_t)wire_number(&m);
-        if (i < 16) resources[i] = resource, limits[i] = (struct rlimit){value, value};
-    }
-    long n_words = wire_number(&m), n = 0;
-    while (n < n_words && n < MOST_WORDS - 1) words[n++] = (char *)wire_text(&m);
-    n = 0;
-    while (m.at < m.length && n < MOST_WORDS - 1) variables[n++] = (char *)wire_text(&m);
-    setsid();
-    int report = fcntl(control, F_DUPFD_CLOEXEC, 64);
-    for (int i = 0; i < m.n_fds; i++) m.fds[i] = fcntl(m.fds[i], F_DUPFD_CLOEXEC, 65);
-    for (int i = 0; i < m.n_fds; i++) dup2(m.fds[i], i);
-    close_range((unsigned)m.n_fds, ~0u, CLOSE_RANGE_CLOEXEC);
-    control = report;
-    become(uid, gid);
-    if (chdir(folder)) dprintf(2, "%s: %s\n", folder, strerror(errno)), _exit(126);
-    for (int i = 0; i < n_limits && i < 16; i++) setrlimit(resources[i], &limits[i]);
-    execvpe(words[0], words, variables);
-    dprintf(2, "%s: %s\n", words[0], strerror(errno));
-    _exit(errno == ENOENT ? 127 : 126);
-}
-
-/* Fields: user, group, path. Descriptor: where the files come from (`W`) or go to (`G`). */
-static void move_files(void) {
-    pid_t pid = room_for_a_command() ? fork() : -1;
-    if (pid) {
-        answer_started(pid);
-        return;
-    }
-    uid_t uid = (uid_t)wire_number(&m);
-    gid_t gid = (gid_t)wire_number(&m);
-    const char *path = wire_text(&m);
-    become(uid, gid);
-    errno = 0;
-    if (m.op == 'W') files_write(m.fds[0], path);
-    else files_read(m.fds[0], path);
-    if (errno) refuse(path);
-    _exit(errno ? 1 : 0);
-}
-
-/* Sends a signal to all process groups of a session but the leader's and those in the message. */
-static void end_session(pid_t leader, int number) {
-    DIR *all = opendir("/proc");
-    for (struct dirent *d; all && (d = readdir(all));) {
-        char path[300], text[512];
-        int pgrp = 0, session = 0, kept = 0;
-        if (*d->d_name < '0' || *d->d_name > '9') continue;
-        snprintf(path, sizeof path, "/proc/%s/stat", d->d_name);
-        int fd = open(path, O_RDONLY | O_CLOEXEC);
-        ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-        if (fd >= 0) close(fd);
-        if (n <= 0) continue;
-        text[n] = 0;
-        char *after = strrchr(text, ')');   /* a program's name may have blanks and brackets */
-        if (!after || sscanf(after + 1, " %*c %*d %d %d", &pgrp, &session) != 2 || session != leader || pgrp == leader) continue;
-        for (size_t at = m.at; at < m.length; at += strlen(m.fields + at) + 1) kept |= atoi(m.fields + at) == pgrp;
-        if (!kept) kill(-pgrp, number);
-    }
-    if (all) closedir(all);
-}
-
-/* Fields: a command's id, a signal, `group` or `session`, and the process groups that stay. */
-static void end(void) {
-    uint32_t id = (uint32_t)wire_number(&m);
-    int number = (int)wire_number(&m), session = *wire_text(&m) == 's';
-    pid_t leader = 0;
-    for (int i = 0; i < MOST_COMMANDS; i++)
-        if (commands[i].pid && commands[i].id == id) leader = commands[i].pid;
-    if (leader && session) end_session(leader, number);
-    else if (leader && kill(-leader, number)) kill(leader, number);   /* it has no group yet */
-    wire_send(control, 'K', m.id, NULL, 0, NULL, 0);
-}
-
-static void reap(int signals) {
-    struct signalfd_siginfo skipped[32];
-    while (read(signals, skipped, sizeof skipped) > 0) {}
-    int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
-        for (int i = 0; i < MOST_COMMANDS; i++)
-            if (commands[i].pid == pid) {
-                commands[i].pid = 0;
-                wire_say(control, 'X', commands[i].id, "%d", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
-            }
-}
-
 /* Everything that the sandbox's processes wrote becomes a folder that others can start from; they go on above it. Processes that
  * were killed a moment ago get a moment to end. */
 static void snapshot(int signals) {
@@ -321,19 +150,8 @@ static void snapshot(int signals) {
     close(layer);
 }
 
-/* Fields: a port. The answer has a socket that listens there, on the sandbox's loopback. */
-static void listen_at(void) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)wire_number(&m)), .sin_addr = {htonl(INADDR_LOOPBACK)}};
-    int s = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1;
-    setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (s < 0 || bind(s, (struct sockaddr *)&address, sizeof address) || listen(s, 128)) refuse("listening");
-    else wire_send(control, 'L', m.id, NULL, 0, &s, 1);
-    if (s >= 0) close(s);
-}
-
 void sandbox_main(struct sandbox *sandbox) {
     char byte;
-    sigset_t child;
     control = sandbox->control, debuggable = sandbox->debuggable;
     must(prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "the end with the server");
     if (read(sandbox->go, &byte, 1) != 1) _exit(1);
@@ -350,9 +168,7 @@ void sandbox_main(struct sandbox *sandbox) {
     control = 3;
     close_range(4, ~0u, 0);
     for (int fd = 0; fd < 3; fd++) close(fd), open("/dev/null", O_RDWR);
-    sigemptyset(&child), sigaddset(&child, SIGCHLD);
-    sigprocmask(SIG_SETMASK, &child, NULL);
-    int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
+    int signals = command_signals();
     struct pollfd waiting[2] = {{control, POLLIN, 0}, {signals, POLLIN, 0}};
     wire_send(control, 'O', 0, NULL, 0, NULL, 0);
     for (;;) {
@@ -360,13 +176,8 @@ void sandbox_main(struct sandbox *sandbox) {
         if (waiting[1].revents) reap(signals);
         if (!waiting[0].revents) continue;
         if (wire_receive(control, &m) <= 0) _exit(0);
-        switch (m.op) {
-            case 'R': run(); break;
-            case 'W': case 'G': move_files(); break;
-            case 'K': end(); break;
-            case 'N': snapshot(signals); break;
-            case 'L': listen_at(); break;
-        }
+        if (m.op == 'N') snapshot(signals);
+        else serve_request();
         wire_close_fds(&m);
     }
 }
