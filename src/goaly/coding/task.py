@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from goaly.sandboxes.contract import Limits
 
@@ -41,6 +41,9 @@ class Repository:
 class TestSuite:
     """Hidden tests with ids: each id has to end as expected."""
 
+    __test__: ClassVar[bool] = False
+    """Not a class of tests for pytest."""
+
     fail_to_pass: tuple[str, ...]
     """Ids that fail before the change and must pass after it, as `tests/test_x.py::test_y`, relative to the workdir. An
     id of pytest that ends inside of its `[`, as SWE-bench cuts them at a blank, means each test that begins with it."""
@@ -59,6 +62,9 @@ class TestSuite:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestScript:
     """Hidden tests that are a script: it writes its reward to a file, as Harbor's do."""
+
+    __test__: ClassVar[bool] = False
+    """Not a class of tests for pytest."""
 
     files: Mapping[str, bytes]
     """What is laid into `folder`, by relative path."""
