@@ -105,6 +105,8 @@ class Trajectory:
     turns: tuple[Turn, ...]
     environment: str
     outcome: Outcome
+    notes: Sequence[Mapping[str, Any]] = ()
+    """JSON objects that the script noted, `after` so many answers. An episode's first trajectory has them."""
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens, where=f"trajectory {self.prompt_id}/{self.sample_index}")
@@ -182,10 +184,10 @@ class Group:
         lengths = [length for length, *_ in content["samples"]]
         split = {key: column.split(lengths) for key, column in columns.items()}
         samples = []
-        for place, (length, prompt_id, sample_index, turns, environment, outcome) in enumerate(content["samples"]):
+        for place, (length, prompt_id, index, turns, environment, outcome, *notes) in enumerate(content["samples"]):
             tokens = TensorDict({key: parts[place] for key, parts in split.items()}, batch_size=[length])
-            turns = tuple(_turn(turn) for turn in turns)
-            known = (tokens, prompt_id, sample_index, turns, environment, Outcome(outcome))
+            known = (tokens, prompt_id, index, tuple(map(_turn, turns)), environment, Outcome(outcome))
+            known += tuple(notes) or ((),)  # older logs have none
             sample = object.__new__(Trajectory)
             for name, value in zip(("tokens", *_FACTS), known, strict=True):
                 object.__setattr__(sample, name, value)

@@ -1,6 +1,8 @@
 """The trajectory schema: what it takes, and that each refusal names the key."""
 
+import json
 import pickle
+import struct
 from dataclasses import replace
 
 import cloudpickle
@@ -143,3 +145,21 @@ def test_choices_of_experts_survive_the_way_to_another_process_and_to_the_log():
         assert torch.equal(back.samples[1].tokens["expert_choices"], with_choices().tokens["expert_choices"])
         assert back.samples[0].tokens["expert_choices"].shape == (3, 4, 2)
         assert pickle.loads(pickle.dumps(back)).encoded() == group.encoded()
+
+
+def test_the_bytes_of_a_group_have_its_notes_and_older_bytes_have_none():
+    noted = replace(trajectory(), notes=({"command": "ls", "after": 1},))
+    group = Group(ticket=1, prompt_id="p1", source="s", samples=(noted, trajectory()))
+    encoded = bytes(group.encoded())
+    assert [list(one.notes) for one in Group.decoded(bytearray(encoded)).samples] == [
+        [{"command": "ls", "after": 1}],
+        [],
+    ]
+    length = struct.unpack("<Q", encoded[:8])[0]
+    header = json.loads(encoded[8 : 8 + length])
+    content = json.loads(header["__metadata__"]["content"])
+    content["samples"] = [sample[:-1] for sample in content["samples"]]
+    header["__metadata__"]["content"] = json.dumps(content)
+    older = json.dumps(header).encode().ljust(length)[:length]
+    decoded = Group.decoded(bytearray(encoded[:8] + older + encoded[8 + length :]))
+    assert [one.notes for one in decoded.samples] == [(), ()]

@@ -72,6 +72,11 @@ class Chat:
         """Add to the reward of the whole episode, which it keeps if a limit ends it (`rollout.cut_off_reward`)."""
         self.session.add_reward(reward)
 
+    def note(self, note: Mapping[str, Any]) -> None:
+        """Keep a JSON object with the episode, such as a command and its output: `goaly.journal` shows it behind the
+        newest answer. The policy does not see it."""
+        self.session.note(note)
+
     @property
     def has_reward(self) -> bool:
         """Whether `rewarded`, or the agent at the endpoint, has given a reward for the whole episode."""

@@ -37,6 +37,7 @@ class ChatElsewhere:
         self._uncounted: set[bytes] = set()
         """Chats that train nothing and have no reward: a session makes no trajectory of them."""
         self._credits = 0.0
+        self._notes: list[Mapping[str, Any]] = []
         self._reward: float | None = None
 
     async def say(
@@ -87,6 +88,10 @@ class ChatElsewhere:
         """Add to the reward of the whole episode."""
         self._reward = (self._reward or 0.0) + reward_value(reward, self._prompt_id)
 
+    def note(self, note: Mapping[str, Any]) -> None:
+        """Keep a JSON object with the episode."""
+        self._notes.append({**note, "after": len(self._said)})
+
     @property
     def has_reward(self) -> bool:
         """Whether `rewarded` has given a reward."""
@@ -112,6 +117,7 @@ class ChatElsewhere:
                 turns=(),
                 environment="",
                 outcome=Outcome.COMPLETE,
+                notes=tuple(self._notes),
             )
         ]
 

@@ -79,6 +79,8 @@ class Session:
         self.reward: float | None = None
         self.rewarded: set[str | None] = set()
         """The keys of the rewards that it got."""
+        self.notes: list[Record] = []
+        """What the episode's script noted; its trajectories carry it into the run's log."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._sample_index = sample_index
@@ -254,6 +256,12 @@ class Session:
         `record`."""
         self._reward({"kind": "reward", "key": key, "reward": reward_value(reward, self._prompt_id)})
 
+    def note(self, note: Mapping[str, Any]) -> None:
+        """Keep a JSON object with the episode. A session that has ended keeps none."""
+        if self.ended is None:
+            self.notes.append({**note, "after": len(self.turns)})
+            self._write({"kind": "note", "note": self.notes[-1]})
+
     def end(self, how: SessionEnd) -> None:
         """Refuse further requests. Only the first call counts. A session that is complete, but was refused something by
         its limits, is truncated."""
@@ -279,13 +287,15 @@ class Session:
                 sample_index=self._sample_index,
                 environment=self._environment,
                 truncated=self.exhausted or self.ended is SessionEnd.TIMED_OUT,
+                notes=() if place else tuple(self.notes),
             )
-            for leaf in self._leaves()
+            for place, leaf in enumerate(self._leaves())
         ]
 
     def records(self) -> Iterator[Record]:
         """Records of which `replay` makes a session of the same turns and rewards, if it has no penalty of its own."""
         yield from (turn.record() for turn in self.turns)
+        yield from ({"kind": "note", "note": note} for note in self.notes)
         for number, reward in enumerate(self._credits):
             if reward:
                 yield {"kind": "credit", "key": None, "turns": [number], "reward": reward}
@@ -304,12 +314,14 @@ class Session:
                     self._add(RecordedTurn.of(record, len(self.turns), parent, self._is_first(parent)))
                 case "credit" | "reward":
                     self._add_reward(record)
+                case "note":
+                    self.notes.append(record["note"])
                 case "refused":
                     self._refused.add(record["by"])
                 case "end":
                     self.ended = SessionEnd(record["how"])
                 case other:
-                    raise ValueError(f"kind={other!r}: must be turn, credit, reward, refused or end")
+                    raise ValueError(f"kind={other!r}: must be turn, credit, reward, note, refused or end")
         return self
 
     def _leaves(self) -> list[RecordedTurn]:

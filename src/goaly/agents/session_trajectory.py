@@ -1,6 +1,7 @@
 """The trajectory of one leaf of a session's tree."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ def trajectory_of(
     sample_index: int,
     environment: str,
     truncated: bool,
+    notes: Sequence[Mapping[str, Any]] = (),
 ) -> Trajectory:
     """The tokens from the root to this leaf. Only its own turns are trained and get their process rewards (agents-3);
     the reward sits on the last trained token. `truncated`: whether a limit ended its session."""
@@ -80,6 +82,7 @@ def trajectory_of(
         turns=tuple(turns),
         environment=environment,
         outcome=Outcome.TRUNCATED if truncated or leaf.finish is Finish.LENGTH else Outcome.COMPLETE,
+        notes=notes,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from goaly.environments.protocol import EnvironmentFailed
 from goaly.sandboxes.contract import Limits
 
 
@@ -14,7 +15,7 @@ class TaskProblem(ValueError):
     """A task that cannot be used; the message names the task, the field and what would be right."""
 
 
-class GradingFailed(RuntimeError):
+class GradingFailed(EnvironmentFailed):
     """A patch could not be judged: the sandbox died, or the tests could not begin. It is never a grade of 0."""
 
 

@@ -1,13 +1,14 @@
 """Shows the episodes of a run, also of one that goes on.
 
     python -m goaly.journal list RUN [--step N] [--prompt TEXT] [--state STATE] [--sort KEY] [--limit N] [--html FILE]
-    python -m goaly.journal show RUN [--episode ID] [--tokens] [--html FILE]
+    python -m goaly.journal show RUN [--episode ID] [--tokens] [--patch] [--html FILE]
     python -m goaly.journal export RUN [--tokens]
 
 `list` has a line for each episode: what became of it and why, the step that trained it, its reward and advantage, and
 the policy versions of its tokens. `show` has one of them turn by turn, as the policy saw it; with `--tokens` a line for
-each token. An ID is TICKET.SAMPLE; TICKET alone is all samples of a prompt. `--html` writes the same episodes as one
-page that needs nothing else. `export` writes all trajectories to RUN/rollouts.jsonl.
+each token, with `--patch` only the change of files that a coding agent made. An ID is TICKET.SAMPLE; TICKET alone is
+all samples of a prompt. `--html` writes the same episodes as one page that needs nothing else. `export` writes all
+trajectories to RUN/rollouts.jsonl.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def arguments() -> argparse.ArgumentParser:
     one = commands.add_parser("show", parents=[run, page], help="an episode turn by turn")
     one.add_argument("--episode", type=_episode, metavar="ID", help="TICKET.SAMPLE or TICKET; default: the newest")
     one.add_argument("--tokens", action="store_true", help="log-prob, version and staleness of each token")
+    one.add_argument("--patch", action="store_true", help="only the change of files, in the form of git diff")
     written = commands.add_parser("export", parents=[run], help="all trajectories to RUN/rollouts.jsonl")
     written.add_argument("--tokens", action="store_true", help="also token ids and log-probs")
     return parser
@@ -114,6 +116,8 @@ def _show(line: argparse.Namespace, run: "RunFolder") -> str:
     if not entries:
         raise ConfigError([_unknown(ticket, sample, reading)])
     read = {one.facts.id: one for one in reading.read}
+    if line.patch:
+        return "".join(_patch(read.get(one.id), one) for one in entries)
     notes = _missing(reading)
     if line.html is not None:
         return _write_page(line.html, run, [(one, read.get(one.id)) for one in entries], notes)
@@ -122,6 +126,16 @@ def _show(line: argparse.Namespace, run: "RunFolder") -> str:
         shown(read[one.id], chat, tokens=line.tokens) if one.id in read else _without_tokens(one) for one in entries
     ]
     return "\n".join(parts) + "".join(f"\n{note}\n" for note in notes)
+
+
+def _patch(read: "ReadEpisode | None", one: "LoggedEpisode") -> str:
+    from goaly.journal.episode_text import safe
+    from goaly.journal.notes import patches_of
+
+    patches = [] if read is None else patches_of(read.trajectories)
+    if not patches:
+        raise ConfigError([f"--episode={one.id}: has no patch: no coding agent made one, or it changed nothing"])
+    return "".join(safe(patch) if sys.stdout.isatty() else patch for patch in patches)
 
 
 def _newest(run: "RunFolder") -> tuple[int, int | None]:

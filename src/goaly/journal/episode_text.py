@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from unicodedata import category
 
 from goaly.journal.logged_episodes import LoggedEpisode, ReadEpisode
+from goaly.journal.notes import notes_by_turn
 from goaly.journal.turn_tree import TreeTurn, turns_of
 from goaly.prompts.tokenizer import ChatTokenizer
 
@@ -89,6 +90,7 @@ def _shown(episode: ReadEpisode, chat: ChatTokenizer, tokens: bool) -> Iterator[
     if len(episode.trajectories) > 1:
         yield ""
         yield from _tree(episode, turns)
+    notes = notes_by_turn(episode.trajectories, turns)
     for turn in turns:
         yield ""
         yield f"--- {heading(episode, turn)}"
@@ -97,6 +99,8 @@ def _shown(episode: ReadEpisode, chat: ChatTokenizer, tokens: bool) -> Iterator[
             yield from _token_table(episode, turn, its_texts)
         else:
             yield safe("".join(its_texts))
+        for note in notes.get(turn.number, ()):
+            yield safe(f">>> {note}")
 
 
 def _tree(

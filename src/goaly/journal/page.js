@@ -28,7 +28,7 @@ function unrolled(runs) {
 }
 
 function textOf(turn) {
-  return turn.texts.join("");
+  return [turn.texts.join(""), ...turn.notes].join("\n");
 }
 
 const found = data.episodes.map((one) => ({
@@ -134,6 +134,7 @@ function shownTurn(one, turn) {
   made.id = "turn-" + turn.number;
   made.append(element("h2", turn.heading));
   made.append(at("table").checked ? tokenTable(one, turn) : tokenText(one, turn));
+  made.append(...turn.notes.map((note) => element("div", note, "note")));
   return made;
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 from goaly.journal.episode_text import COLUMNS, facts_of, heading, pieces, safe
 from goaly.journal.export import run_lengths
 from goaly.journal.logged_episodes import LoggedEpisode, ReadEpisode
+from goaly.journal.notes import notes_by_turn
 from goaly.journal.turn_tree import TreeTurn, turns_of
 from goaly.prompts.tokenizer import ChatTokenizer
 
@@ -48,6 +49,8 @@ def _entry(one: LoggedEpisode, read: ReadEpisode | None, chat: ChatTokenizer) ->
     if read is not None and read.prompt is not None and read.prompt.answer is not None:
         facts.append(safe(f"expected answer: {read.prompt.answer}"))
     texts = [] if read is None else [pieces(chat, each.tokens["tokens"].tolist()) for each in read.trajectories]
+    turns = [] if read is None else turns_of(read.trajectories)
+    notes = {} if read is None else notes_by_turn(read.trajectories, turns)
     return {
         "id": one.id,
         "state": one.state,
@@ -66,11 +69,11 @@ def _entry(one: LoggedEpisode, read: ReadEpisode | None, chat: ChatTokenizer) ->
         "facts": "\n".join(facts),
         "turns": []
         if read is None
-        else [_turn(read, turn, texts[turn.trajectory]) for turn in turns_of(read.trajectories)],
+        else [_turn(read, turn, texts[turn.trajectory], notes.get(turn.number, ())) for turn in turns],
     }
 
 
-def _turn(read: ReadEpisode, turn: TreeTurn, texts: Sequence[str]) -> dict[str, Any]:
+def _turn(read: ReadEpisode, turn: TreeTurn, texts: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
     tokens = read.trajectories[turn.trajectory].tokens[turn.span]
     columns: Mapping[str, Any] = read.columns[turn.trajectory]
     return {
@@ -80,6 +83,7 @@ def _turn(read: ReadEpisode, turn: TreeTurn, texts: Sequence[str]) -> dict[str, 
         "heading": heading(read, turn),
         "start": turn.turn.start,
         "texts": [safe(text) for text in texts[turn.span]],
+        "notes": [safe(note) for note in notes],
         "tokens": tokens["tokens"].tolist(),
         "logprobs": _values(tokens["sampler_logprobs"].tolist()),
         "trained": run_lengths(map(int, tokens["trained"].tolist())),

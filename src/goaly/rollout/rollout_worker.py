@@ -185,8 +185,10 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """End all groups and evaluations."""
+        """End all groups and evaluations, and the episode's own resources: `close` of an episode that has one."""
         await self._requests.cancel()
+        if (close := getattr(self._runner.episode, "close", None)) is not None:
+            await close()
         self._router.update({})
         if self._gateway is not None:
             await self._gateway.close()

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from goaly.base.config.settings import PositiveFloat, PositiveInt, Settings
+from goaly.environments.protocol import EnvironmentFailed
 
 USERS_FOLDERS = ("/tmp", "/var/tmp", "/root", "/home", "/run", "/mnt", "/media", "/srv")
 
 
-class SandboxError(RuntimeError):
-    """An error of the machine that runs a sandbox, not of the commands inside."""
+class SandboxError(EnvironmentFailed):
+    """An error of the machine that runs a sandbox, not of the commands inside. It ends an episode, which may begin
+    again (`rollout.episode_retries`)."""
 
 
 class SandboxUnavailable(SandboxError):

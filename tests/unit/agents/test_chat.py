@@ -312,3 +312,18 @@ def test_parsers_that_vllm_lacks_are_refused() -> None:
     assert " hermes," in first
     assert second.startswith("chat.reasoning_parser=none: vLLM has no such parser")
     assert ChatSettings(tool_parser="hermes", reasoning_parser="qwen3").problems("chat.") == []
+
+
+async def test_notes_of_a_script_go_with_the_first_trajectory_and_into_the_records(chats: dict[str, ChatTokenizer]):
+    chat, _ = chat_with(chats["hermes"], "one", "two", "other")
+    chat.note({"kind": "begin"})
+    said = [user("2+3?")]
+    answer = await chat.say(said)
+    chat.note({"command": "ls", "exit_code": 0})
+    await chat.say([*said, answer, user("again")])
+    await chat.say([user("another chat")])
+    first, second = chat.finish(1.0)
+    assert list(first.notes) == [{"kind": "begin", "after": 0}, {"command": "ls", "exit_code": 0, "after": 1}]
+    assert second.notes == ()
+    again = Session(chats["hermes"], prompt_id="q1").replay(chat.session.records())
+    assert again.notes == chat.session.notes

@@ -37,6 +37,21 @@ HOSTILE = (
 )
 FAILURE = "RuntimeError: <b>the tool</b> is gone\x1b[31m"
 
+NOTES = (
+    {"kind": "begin", "after": 0},
+    {
+        "tool": "bash",
+        "command": "pytest -q\nls",
+        "output": HOSTILE + "\nend\n",
+        "exit_code": 1,
+        "seconds": 0.25,
+        "changes": {"a.py": "+3 -1"},
+        "after": 1,
+    },
+    {"kind": "patch", "patch": "--- a/a.py\n+++ b/a.py\n", "after": 2},
+    {"kind": "grade", "score": 1.0, "resolved": True, "after": 2},
+)
+
 
 def write_model(folder: Path) -> Path:
     """A model folder with only a tokenizer, of one token for each byte."""
@@ -92,7 +107,8 @@ class LoggedRun:
         assert snapshot is not None
         self._log.record(snapshot)
         self._queue.report(Dropped.failed(2, FAILURE))
-        self._report(3, [self.said("first", "second", reward=1.0, versions=(0, 1)), self.said("no", reward=0.0)])
+        worked = self.said("first", "second", reward=1.0, versions=(0, 1))
+        self._report(3, [replace(worked, notes=NOTES), self.said("no", reward=0.0)])
         self._report(4, [*self.branches(), self.said(HOSTILE, reward=-1.0, versions=(1,))])
         await self._train()
         self._report(5, [self.said("late", reward=0.0, versions=(1,)), self.said("later", reward=1.0, versions=(2,))])

@@ -108,6 +108,26 @@ def test_show_with_tokens_has_a_line_for_each_token(folder: Path, capsys: Captur
     assert rows["28"] == ["'<|im_end|>'", "-0.25", "1", "0", "1", "-0.75", "1"]
 
 
+def test_show_has_the_notes_of_a_script_behind_the_answers_that_they_are_about(folder: Path, capsys: Capture) -> None:
+    assert main(["show", str(folder), "--episode", "3.0"]) == 0
+    text = capsys.readouterr().out
+    begin, first, work, second, patch, grade = map(
+        text.index, (">>> begin", "first", ">>> bash | exit code 1 | 0.25 s\n", "second", ">>> patch", ">>> grade")
+    )
+    assert begin < first < work < second < patch < grade
+    assert "  command:\n    pytest -q\n    ls\n" in text
+    assert "  changes:\n    a.py +3 -1\n" in text
+    assert ">>> grade | score 1.0 | resolved True\n" in text
+    assert "\x1b" not in text
+
+
+def test_show_prints_the_patch_of_an_episode_alone(folder: Path, capsys: Capture) -> None:
+    assert main(["show", str(folder), "--episode", "3.0", "--patch"]) == 0
+    assert capsys.readouterr().out == "--- a/a.py\n+++ b/a.py\n"
+    assert main(["show", str(folder), "--episode", "3.1", "--patch"]) == 2
+    assert "--episode=3.1: has no patch" in capsys.readouterr().err
+
+
 def test_what_a_policy_wrote_cannot_control_the_terminal(folder: Path, capsys: Capture) -> None:
     for tokens in ([], ["--tokens"]):
         assert main(["show", str(folder), "--episode", "4.1", *tokens]) == 0

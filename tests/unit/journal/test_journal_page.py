@@ -86,6 +86,13 @@ def test_the_data_of_a_page_has_everything_that_is_shown(page: Path) -> None:
     assert safe(HOSTILE) in "".join(episodes["4.1"]["turns"][1]["texts"])
 
 
+def test_the_data_of_a_page_has_the_notes_of_each_turn(page: Path) -> None:
+    (worked,) = [one for one in data_of(page)["episodes"] if one["id"] == "3.0"]
+    asked, first, *_, second = [turn["notes"] for turn in worked["turns"]]
+    assert (asked, len(second)) == (["begin"], 2)
+    assert safe(HOSTILE) in first[0]
+
+
 def test_show_writes_a_page_of_one_episode(logged: LoggedRun, tmp_path: Path) -> None:
     file = tmp_path / "one.html"
     assert main(["show", str(logged.folder), "--episode", "4.0", "--html", str(file)]) == 0
