@@ -1,4 +1,9 @@
-"""Checks whether sandboxes run on this machine: `python -m goaly.sandboxes check`."""
+"""Sandboxes of this machine: `python -m goaly.sandboxes check`, `list` or `reap`.
+
+check   tries what a sandbox must keep in, and says what works
+list    the live sandboxes of this user, with their labels
+reap    removes what sandboxes of dead processes have left, and says what it removed
+"""
 
 import asyncio
 import os
@@ -8,8 +13,7 @@ from goaly.sandboxes.compiler import compilers
 from goaly.sandboxes.contract import Limits, SandboxError, SandboxSpec
 from goaly.sandboxes.control_groups import hierarchies, unlimited
 from goaly.sandboxes.namespaces import NamespaceHost
-
-USAGE = "usage: python -m goaly.sandboxes check"
+from goaly.sandboxes.reaper import live_sandboxes, reap
 
 
 async def check() -> int:
@@ -38,7 +42,33 @@ async def check() -> int:
     return 0
 
 
+def print_live() -> int:
+    """Print a line for each live sandbox."""
+    live = live_sandboxes()
+    for one in live:
+        labels = " ".join(f"{key}={value}" for key, value in one.labels.items())
+        state = "in use" if one.owned else "left"
+        print(f"pid {one.pid:<8} of {one.starter:<8} {one.seconds:>6} s  {state:<8} {labels}")
+    print(f"{len(live)} sandboxes live on this host")
+    return 0
+
+
+def print_removed() -> int:
+    """Remove leftovers and print them."""
+    removed = reap()
+    for name in removed:
+        print(f"removed {name}")
+    print(f"removed {len(removed)} leftovers of dead processes")
+    return 0
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] != ["check"]:
-        sys.exit(USAGE)
-    sys.exit(asyncio.run(check()))
+    match sys.argv[1:]:
+        case ["check"]:
+            sys.exit(asyncio.run(check()))
+        case ["list"]:
+            sys.exit(print_live())
+        case ["reap"]:
+            sys.exit(print_removed())
+        case _:
+            sys.exit(__doc__)

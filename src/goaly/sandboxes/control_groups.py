@@ -11,6 +11,8 @@ from goaly.sandboxes.contract import Limits
 
 PERIOD = 100_000
 ROOT = Path("/sys/fs/cgroup")
+PREFIX = "goaly-"
+"""Control groups of sandboxes begin so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
 import os
 import socket
 from contextlib import suppress
@@ -21,21 +23,26 @@ from pathlib import Path
 from typing import Self
 
 from goaly.sandboxes.channel import Channel, Message, SocketChannel
-from goaly.sandboxes.contract import FileSnapshot, SandboxError, SandboxSpec, SandboxUnavailable
-from goaly.sandboxes.control_groups import groups_of, memory_kills
+from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from goaly.sandboxes.control_groups import PREFIX, groups_of, memory_kills
+from goaly.sandboxes.owner import identity
+from goaly.sandboxes.reaper import reap
 from goaly.sandboxes.resident import ResidentSandbox
 from goaly.sandboxes.sandbox import Handler, SandboxHost
 from goaly.sandboxes.server import SandboxServer, connected, connected_to_shared
 
-PREFIX = "goaly-"
-"""Control groups of sandboxes begin so."""
+logger = logging.getLogger(__name__)
+
+MOST_LABELS = 4096
 
 
 class NamespaceHost(SandboxHost):
     """A client of a server of sandboxes on this host."""
 
-    def __init__(self, channel: Channel, server: SandboxServer | None, number: int) -> None:
+    def __init__(self, channel: Channel, server: SandboxServer | None, number: int, pid: int) -> None:
         self.server = server
+        self.groups = f"{PREFIX}{identity(pid)}-{number}-"
+        """Names of the control groups of its sandboxes begin so."""
         self._channel = channel
         self._roots: dict[Path, str] = {}
         self._live: dict[int, NamespaceSandbox] = {}
@@ -47,13 +54,10 @@ class NamespaceHost(SandboxHost):
     @classmethod
     async def open(cls, shared: str | None = None) -> Self:
         """A host with a server of its own, which ends with this object, or with one that processes share by a name."""
-        if shared is None:
-            server = await asyncio.to_thread(SandboxServer)  # it may compile
-            connection = await asyncio.to_thread(connected, server.address)
-        else:
-            server, connection = None, await asyncio.to_thread(connected_to_shared, shared)
+        server, connection = await asyncio.to_thread(_opened, shared)
         channel = SocketChannel(connection, "the server of sandboxes")
-        return cls(channel, server, int((await channel.ask("H"))[2][0]))
+        number, pid = (await channel.ask("H"))[2]
+        return cls(channel, server, int(number), int(pid))
 
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> NamespaceSandbox:
         """A sandbox in the state of its root, or of a snapshot."""
@@ -64,15 +68,20 @@ class NamespaceHost(SandboxHost):
         layers = list(origin.layers) if origin else [await self._root(spec.root)]
         unique = next(self._names)
         number = (self._number << 20 | unique & 0xFFFFF) & 0xFFFFFFFF
-        name = f"{PREFIX}{os.getpid()}-{self._number}-{unique}"
+        name = f"{self.groups}{unique}"
         limits = spec.limits
-        fields = [name, limits.disk_mib << 20, limits.files, spec.seconds_unowned, int(spec.debuggers)]
+        fields = [*_use(spec), name, limits.disk_mib << 20, limits.files]
+        fields += [round(spec.seconds_unowned * 1000), int(spec.debuggers)]
         hidden = () if origin else spec.hidden_folders
         fields += [len(layers), *layers, len(hidden), *hidden]
         try:
             answer = await self._channel.ask("S", *fields, *groups_of(name, limits), number=number)
         except SandboxError as error:
             raise SandboxUnavailable(f"a sandbox did not start: {error}") from error
+        except asyncio.CancelledError:
+            with suppress(SandboxDied):
+                self._channel.send("T", number)
+            raise
         sandbox = NamespaceSandbox(
             self, SandboxTicket(number, name, int(answer[2][0]), spec, tuple(layers)), answer[3][0]
         )
@@ -118,6 +127,10 @@ class NamespaceHost(SandboxHost):
     async def forget(self, snapshot: FileSnapshot) -> None:
         """Free the newest layer of a snapshot. Sandboxes that started from it keep it."""
         await self._channel.ask("Z", snapshot.layers[0])
+
+    async def assign(self, number: int, spec: SandboxSpec) -> None:
+        """Give a sandbox the labels of a spec, and its time to live from now."""
+        await self._channel.ask("B", *_use(spec), number=number)
 
     async def terminate(self, number: int) -> None:
         """End a sandbox and wait until it is gone."""
@@ -180,6 +193,29 @@ class NamespaceSandbox(ResidentSandbox):
         listening.setblocking(False)
         return await asyncio.start_server(handler, sock=listening)
 
+    async def assign(self, spec: SandboxSpec) -> None:
+        await self._host.assign(self.ticket.number, spec)
+        self.spec = spec
+        self.ticket = replace(self.ticket, spec=spec)
+
     async def stop(self) -> None:
         await self._host.terminate(self.ticket.number)
         self.died()
+
+
+def _opened(shared: str | None) -> tuple[SandboxServer | None, socket.socket]:
+    """A server, if it is this process's own, and a connection; leftovers on this host are gone."""
+    if removed := reap():
+        logger.warning("removed what sandboxes of dead processes had left: %s", ", ".join(removed))
+    if shared is not None:
+        return None, connected_to_shared(shared)
+    server = SandboxServer()
+    return server, connected(server.address)
+
+
+def _use(spec: SandboxSpec) -> list[str | int]:
+    """Fields that say what a sandbox is for, and how long."""
+    labels = json.dumps(dict(spec.labels))
+    if len(labels) > MOST_LABELS:
+        raise ValueError(f"the labels of a sandbox have {len(labels)} bytes; at most {MOST_LABELS} fit")
+    return [round((spec.seconds_to_live or 0) * 1000), labels]

@@ -12,7 +12,8 @@ import stat
 import subprocess
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from goaly.sandboxes.compiler import build
@@ -28,9 +29,11 @@ class SandboxServer:
     """Owns a server's process: it ends, with every sandbox, when this object closes or this process ends."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="goaly-sandboxes-"))
+        program = build("sandboxes")
         reader, self._owner = os.pipe()
-        self.process = _started(self._folder, reader)
+        with alone():
+            self._folder = Path(tempfile.mkdtemp(dir=servers_folder()))
+            self.process = _started(program, self._folder, reader)
         self.address = self._folder / SOCKET
         os.close(reader)
 
@@ -43,8 +46,7 @@ class SandboxServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _started(folder: Path, owner: int) -> subprocess.Popen[bytes]:
-    program = build("sandboxes")
+def _started(program: Path, folder: Path, owner: int) -> subprocess.Popen[bytes]:
     mounts = folder / "mounts"
     mounts.mkdir()
     first_id = FIRST_ID if os.geteuid() == 0 else -1
@@ -79,22 +81,37 @@ def connected_to_shared(name: str) -> socket.socket:
     """A connection to the server that all processes of this user share by a name, which the first one starts.
 
     It ends when it has neither clients nor sandboxes. Those of a client that has gone live `seconds_unowned` longer."""
-    folder = runtime_folder() / hashlib.sha256(name.encode()).hexdigest()[:16]
-    lock = os.open(runtime_folder(), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    program = build("sandboxes")
+    folder = servers_folder() / hashlib.sha256(name.encode()).hexdigest()[:16]
+    with alone():
         with suppress(SandboxUnavailable):
             return connected(folder / SOCKET)
         shutil.rmtree(folder, ignore_errors=True)  # of a server that was killed
         folder.mkdir()
-        _reaped_in_background(_started(folder, -1))
+        _reaped_in_background(_started(program, folder, -1))
         return connected(folder / SOCKET)
-    finally:
-        os.close(lock)
 
 
 def _reaped_in_background(process: subprocess.Popen[bytes]) -> None:
     threading.Thread(target=process.wait, name="server of sandboxes", daemon=True).start()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While this lasts, no other process of this user starts a server or removes leftovers."""
+    lock = os.open(runtime_folder(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def servers_folder() -> Path:
+    """The folder in which each server of this user has one."""
+    folder = runtime_folder() / "servers"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def runtime_folder() -> Path:

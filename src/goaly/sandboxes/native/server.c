@@ -6,8 +6,9 @@
  * when it has neither clients nor sandboxes, FOLDER an empty folder for mounts beside its socket, which is named `server`, FIRST_ID
  * the host's user that is root in every sandbox, or -1: the server's own user.
  *
- * Requests: `H` the client's number, `S` start, `A` attach, `T` terminate, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have
- * the request's operation or `E`, and its id; `X` reports the end of a sandbox to the client that has it. */
+ * Requests: `H` the client's number and the server's pid, `S` start, `A` attach, `B` assign to another use, `T` terminate, `Q` list, `I` an
+ * image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have the request's operation or `E`, and its id; `X` reports the
+ * end of a sandbox to the client that has it. */
 #define _GNU_SOURCE
 #include "wire.h"
 
@@ -34,10 +35,18 @@
 #define MOST 16384
 #define MOST_GROUPS 8
 #define MOST_HIDDEN 64
+#define MOST_LABELS 4096
 #define IDS 65536
 #define MOST_CLIENTS 1024
 
-struct box { uint32_t id, born; pid_t pid; int host_end, client; time_t until, keep; char *groups[MOST_GROUPS]; int n_groups; };
+/* Times are milliseconds; 0 is never. `until`: when it ends unless a client attaches; `end`: when it ends anyway. */
+struct box {
+    uint32_t id, born;
+    pid_t pid;
+    int host_end, client, n_groups;
+    long long began, keep, until, end;
+    char *labels, *groups[MOST_GROUPS];
+};
 
 /* Layers stay as long as the client that brought them, or a sandbox that it started: an adopter may fork that. */
 struct layer { char name[96]; uint32_t born; };
@@ -48,12 +57,17 @@ static struct layer layers[MOST];
 static struct client clients[MOST_CLIENTS];
 static int n_boxes, n_layers, n_clients, first_id, poller, users = -1;
 static uint32_t last_client;
+static long long next_end;   /* no sandbox's time is over before; 0 if none's will be */
 static struct message m;
 
-static time_t now(void) {
+static long long now(void) {
     struct timespec t;
     clock_gettime(CLOCK_BOOTTIME, &t);
-    return t.tv_sec;
+    return t.tv_sec * 1000LL + t.tv_nsec / 1000000;
+}
+
+static void end_by(long long when) {
+    if (when && (!next_end || when < next_end)) next_end = when;
 }
 
 static void write_file(const char *path, const char *text) {
@@ -108,16 +122,26 @@ static void refuse(int client, const char *what) {
     wire_say(client, 'E', m.id, "%s: %s", what, strerror(errno));
 }
 
-/* Fields: name, bytes, files, seconds without a client, ptrace, number of layers, layers (names of `I` and `Y`), number of hidden folders,
+/* Fields: milliseconds to live (0: no limit), labels. */
+static void assign(struct box *box) {
+    long long live = wire_number(&m);
+    box->end = live ? now() + live : 0;
+    end_by(box->end);
+    free(box->labels);
+    box->labels = strndup(wire_text(&m), MOST_LABELS);
+}
+
+/* Fields: those of `assign`, name, bytes, files, milliseconds without a client, ptrace, number of layers, layers (names of `I` and `Y`), number of hidden folders,
  * hidden folders, then control groups: a folder to make, and `file=value` for the folder before it. Answer: pid, with the client's end of the sandbox's socket. */
 static void start(int client) {
     static const char *folders[512], *hidden[MOST_HIDDEN];
     static char paths[512][128];
-    struct box box = {.id = m.id, .born = number_of(client), .client = client};
+    struct box box = {.id = m.id, .born = number_of(client), .client = client, .began = now()};
     struct sandbox sandbox = {.folder = "../here", .layers = folders};
     int pair[2], go[2];
+    assign(&box);
     sandbox.hostname = wire_text(&m), sandbox.bytes = wire_text(&m), sandbox.inodes = wire_text(&m);
-    box.keep = (time_t)wire_number(&m);
+    box.keep = wire_number(&m);
     sandbox.debuggable = (int)wire_number(&m), sandbox.n_layers = (int)wire_number(&m);
     for (int i = 0; i < sandbox.n_layers && i < 512; i++) {
         const char *name = wire_text(&m);
@@ -130,6 +154,7 @@ static void start(int client) {
     errno = n_boxes == MOST ? EMFILE : sandbox.n_layers < 1 || sandbox.n_layers > 399 ? EINVAL : find(m.id) ? EEXIST : 0;
     if (errno || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) || pipe2(go, O_CLOEXEC)) {
         refuse(client, "a sandbox");
+        free(box.labels);
         return;
     }
     sandbox.control = pair[1], sandbox.go = go[0];
@@ -142,7 +167,7 @@ static void start(int client) {
     close(pair[1]), close(go[0]);
     if (box.pid < 0) {
         refuse(client, "a process");
-        close(pair[0]), close(go[1]);
+        close(pair[0]), close(go[1]), free(box.labels);
         return;
     }
     map_ids(box.pid);
@@ -174,7 +199,7 @@ static void start(int client) {
 static void end_box(int at) {
     struct box *box = &boxes[at];
     while (box->n_groups) rmdir(box->groups[--box->n_groups]), free(box->groups[box->n_groups]);
-    close(box->host_end);
+    close(box->host_end), free(box->labels);
     uint32_t born = box->born;
     *box = boxes[--n_boxes];
     forget_layers_of(born);
@@ -240,10 +265,22 @@ static void forget_layer(int client) {
     else wire_send(client, 'Z', m.id, NULL, 0, NULL, 0);
 }
 
+/* Answers: one for each sandbox, with its pid, its age in seconds, `owned` or `left`, and its labels; then one without fields. */
+static void list(int client) {
+    char text[MOST_LABELS + 64];
+    for (int i = 0; i < n_boxes; i++) {
+        struct box *box = &boxes[i];
+        const char *owned = box->client < 0 ? "left" : "owned";
+        int length = snprintf(text, sizeof text, "%d%c%lld%c%s%c%s", box->pid, 0, (now() - box->began) / 1000, 0, owned, 0, box->labels);
+        wire_send(client, 'Q', m.id, text, (size_t)length + 1, NULL, 0);
+    }
+    wire_send(client, 'Q', m.id, NULL, 0, NULL, 0);
+}
+
 static void serve(int client) {
     struct box *box = find(m.id);
     switch (m.op) {
-        case 'H': wire_say(client, 'H', m.id, "%u", number_of(client)); break;
+        case 'H': wire_say(client, 'H', m.id, "%u%c%d", number_of(client), 0, getpid()); break;
         case 'S': start(client); break;
         case 'I': case 'Y': add_layer(client); break;
         case 'Z': forget_layer(client); break;
@@ -252,6 +289,12 @@ static void serve(int client) {
             if (!box) refuse(client, "the sandbox");
             else box->client = client, box->until = 0, wire_send(client, 'A', m.id, NULL, 0, &box->host_end, 1);
             break;
+        case 'B':
+            errno = ESRCH;
+            if (!box) refuse(client, "the sandbox");
+            else assign(box), wire_send(client, 'B', m.id, NULL, 0, NULL, 0);
+            break;
+        case 'Q': list(client); break;
         case 'T':
             errno = ESRCH;
             if (!box) refuse(client, "the sandbox");
@@ -263,7 +306,7 @@ static void serve(int client) {
 /* Nobody has a client's sandboxes any more: they live on for a while, so another one can attach. */
 static void leave(int client) {
     for (int i = 0; i < n_boxes; i++)
-        if (boxes[i].client == client) boxes[i].client = -1, boxes[i].until = now() + boxes[i].keep;
+        if (boxes[i].client == client) boxes[i].client = -1, boxes[i].until = now() + boxes[i].keep, end_by(boxes[i].until);
     for (int i = 0; i < n_clients; i++)
         if (clients[i].fd == client) {
             uint32_t number = clients[i].number;
@@ -274,32 +317,35 @@ static void leave(int client) {
     close(client);
 }
 
+/* Ends those whose time is over. */
 static int milliseconds_to_the_next_end(void) {
-    time_t next = 0, t = now();
-    for (int i = 0; i < n_boxes; i++) {
-        if (!boxes[i].until) continue;
-        if (boxes[i].until <= t) kill(boxes[i].pid, SIGKILL);
-        else if (!next || boxes[i].until < next) next = boxes[i].until;
+    long long t = now();
+    if (next_end && next_end <= t) {
+        next_end = 0;
+        for (int i = 0; i < n_boxes; i++) {
+            struct box *box = &boxes[i];
+            if ((box->until && box->until <= t) || (box->end && box->end <= t)) kill(box->pid, SIGKILL);
+            else end_by(box->until), end_by(box->end);
+        }
     }
-    return next ? (int)(next - t) * 1000 : -1;
+    return !next_end ? -1 : next_end - t > 1 << 30 ? 1 << 30 : (int)(next_end - t);
 }
 
-static void end_all(void) {
-    for (int i = 0; i < n_boxes; i++) kill(boxes[i].pid, SIGKILL);
-    while (waitpid(-1, NULL, 0) > 0) {}
-    while (n_boxes) end_box(n_boxes - 1);
-    exit(0);
-}
-
-/* The last thing that a server without an owner does. */
+/* Its owner may have been killed: nobody else removes its folder. */
 static void leave_nothing(const char *folder) {
     char path[1024];
     if (chdir("/") || umount2(folder, MNT_DETACH)) exit(1);
     snprintf(path, sizeof path, "%s/../server", folder), unlink(path);
-    snprintf(path, sizeof path, "%s/..", folder);
-    if (!chdir(path)) rmdir("mounts");
-    snprintf(path, sizeof path, "%.*s", (int)(strrchr(folder, '/') - folder), folder), rmdir(path);
+    snprintf(path, sizeof path, "%.*s", (int)(strrchr(folder, '/') - folder), folder);
+    rmdir(folder), rmdir(path);
     exit(0);
+}
+
+static void end_all(const char *folder) {
+    for (int i = 0; i < n_boxes; i++) kill(boxes[i].pid, SIGKILL);
+    while (waitpid(-1, NULL, 0) > 0) {}
+    while (n_boxes) end_box(n_boxes - 1);
+    leave_nothing(folder);
 }
 
 static void watch(int fd) {
@@ -343,7 +389,7 @@ int main(int n, char **words) {
         int ready = epoll_wait(poller, events, 64, milliseconds_to_the_next_end());
         for (int i = 0; i < ready; i++) {
             int fd = events[i].data.fd;
-            if (fd == owner) end_all();
+            if (fd == owner) end_all(folder);
             else if (fd == signals) reap(signals);
             else if (fd == listening) {
                 int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
