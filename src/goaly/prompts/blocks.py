@@ -77,6 +77,22 @@ def read_block(block: Block) -> Iterator[tuple[Location, FileRecord]]:
     return _read_row_group(block) if block.file.endswith(".parquet") else _read_lines(block)
 
 
+def read_record(location: Location) -> FileRecord:
+    """The record at a location that `read_block` gave."""
+    if not location.file.endswith(".parquet"):
+        with open(location.file, "rb") as lines:
+            lines.seek(location.at)
+            return _record(lines.readline(), location)
+    first = 0
+    with pyarrow.parquet.ParquetFile(location.file) as file:
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            if location.at < first + rows:
+                return file.read_row_group(number).slice(location.at - first, 1).to_pylist()[0]
+            first += rows
+    raise ValueError(f"{location.file}: has {first} rows, there is no row {location.at}")
+
+
 def _read_row_group(block: Block) -> Iterator[tuple[Location, FileRecord]]:
     with pyarrow.parquet.ParquetFile(block.file) as file:
         first = sum(file.metadata.row_group(number).num_rows for number in range(block.number))

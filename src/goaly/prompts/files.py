@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from goaly.base.registry import function_at
 from goaly.prompts.blocks import (
     POOL_BLOCKS,
     Block,
@@ -28,10 +29,12 @@ _MESSAGE_KEYS = {key.name for key in fields(Message)} - {"extra"}
 
 
 def read_prompts(
-    files: Sequence[str | Path], columns: ColumnSettings = DEFAULT, *, distinct: bool = False
+    files: Sequence[str | Path], columns: ColumnSettings = DEFAULT, *, distinct: bool = False, reader: str | None = None
 ) -> tuple[Prompt, ...]:
     """The prompts at the beginning of each file, in order: of a file of one pool, all of them. With `distinct` all
-    different prompts of each file."""
+    different prompts of each file, and with a reader all that it gives."""
+    if reader is not None:
+        return tuple(prompt for file in files for prompt in prompts_by(reader, str(file)))
     if distinct:
         return tuple(prompt for file in files for prompt in distinct_prompts_of(str(file), columns))
     blocks = [block for file in files for block in blocks_of([str(file)])[:POOL_BLOCKS]]
@@ -48,6 +51,19 @@ def distinct_prompts_of(file: str, columns: ColumnSettings = DEFAULT) -> tuple[P
     return _distinct(file, columns, _state(file))
 
 
+def prompts_by(reader: str, file: str) -> tuple[Prompt, ...]:
+    """The prompts that a user's function, `package.module:function`, reads from a file or a folder. Read once, too."""
+    return _read_by(reader, file, _state(file))
+
+
+def fingerprint_by(reader: str, files: Sequence[str]) -> str:
+    """Identifies the prompts that a user's function reads from these files."""
+    digest = blake2b(digest_size=8)
+    for prompt in read_prompts(files, reader=reader):
+        digest.update(f"{prompt.id}\0{prompt.split_key}\0{prompt.answer}\0".encode())
+    return f"{list(files)} {reader} {digest.hexdigest()}"
+
+
 def _state(file: str) -> tuple[int, ...]:
     """Changes whenever the content of the file does."""
     status = Path(file).stat()
@@ -57,6 +73,11 @@ def _state(file: str) -> tuple[int, ...]:
 @lru_cache(maxsize=POOL_BLOCKS)
 def _parsed(block: Block, columns: ColumnSettings, state: tuple[int, ...]) -> tuple[Prompt, ...]:
     return tuple(_prompt(location, record, columns) for location, record in read_block(block))
+
+
+@lru_cache(maxsize=POOL_BLOCKS)
+def _read_by(reader: str, file: str, state: tuple[int, ...]) -> tuple[Prompt, ...]:
+    return tuple(function_at(reader)(file))
 
 
 @lru_cache(maxsize=POOL_BLOCKS)

@@ -162,7 +162,7 @@ def unreadable(settings: PromptSettings) -> str | None:
     """Why the prompt files, or the records at their beginnings, can't be read; None if they can."""
     try:
         for alone in each_source(settings).values():
-            read_prompts(alone.files, alone.columns, distinct=alone.distinct)
+            read_prompts(alone.files, alone.columns, distinct=alone.distinct, reader=alone.reader)
     except (ValueError, OSError) as error:
         return str(error)
     return None
@@ -171,7 +171,7 @@ def unreadable(settings: PromptSettings) -> str | None:
 def with_tools(settings: PromptSettings) -> bool:
     """Whether a prompt at the beginnings of the prompt files has tools."""
     sources = each_source(settings).values()
-    return any(one.tools for alone in sources for one in read_prompts(alone.files, alone.columns))
+    return any(one.tools for alone in sources for one in read_prompts(alone.files, alone.columns, reader=alone.reader))
 
 
 def empty_split(settings: PromptSettings, split: Split) -> str | None:

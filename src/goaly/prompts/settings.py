@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Le, MinLen
 
 from goaly.base.config.settings import NonNegativeFloat, PositiveInt, Section, Settings, Share, ShareBelowOne
+from goaly.base.registry import function_at
 
 FILE_KINDS = (".jsonl", ".parquet")
 ARITHMETIC = "arithmetic"
@@ -103,6 +104,10 @@ class ProblemSettings(Settings):
     and `tools` that the policy may call; other columns become the prompt's metadata."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     """Names of the columns of `files`."""
+    reader: str | None = None
+    """Function that reads one of `files`, which may be of any form then, or folders: `package.module:function`. It gets
+    the path, and returns the prompts of it. Coding tasks have `goaly.coding.task_files:read_prompts`; null reads JSONL
+    and Parquet."""
     distinct: bool = False
     """Give each problem of a file once a pass, even if the file repeats it, and keep all its different problems in
     memory. Set it for files such as DAPO-Math-17k, which has each of its problems a hundred times."""
@@ -122,7 +127,7 @@ class SourceSettings(ProblemSettings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from source_problems(self, at)
-        yield from idle_file_keys(self.files, at)
+        yield from file_key_problems(self, at)
 
 
 class CurriculumSettings(Settings):
@@ -155,7 +160,7 @@ class PromptSettings(ProblemSettings):
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from self._mixture_problems(at) if self.sources else source_problems(self, at)
-        yield from idle_file_keys(self.files, at)
+        yield from file_key_problems(self, at)
         if self.curriculum is not None and len(self.sources) < 2:
             yield f"{at}curriculum: needs at least two {at}sources to choose between"
 
@@ -188,14 +193,15 @@ def source_problems(source: Any, at: Section, tasks: Sequence[str] = TASK_NAMES)
     elif task == REASONING_GYM and source.reasoning_gym.name is None:
         yield f"{at.reasoning_gym.name}: must name a data set where {at}task is {REASONING_GYM}"
     for name in files:
-        if not name.endswith(FILE_KINDS):
+        if getattr(source, "reader", None) is None and not name.endswith(FILE_KINDS):
             yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
 
 
 def absent_files(settings: Any, at: Section) -> Iterator[str]:
     """One line for each data file of this section, and of the sources and sets in it, that does not exist."""
+    reads_all = getattr(settings, "reader", None) is not None
     for name in getattr(settings, "files", ()):
-        if name.endswith(FILE_KINDS) and not Path(name).is_file():
+        if not Path(name).exists() if reads_all else name.endswith(FILE_KINDS) and not Path(name).is_file():
             yield f"{at}files: {name} does not exist"
     inner = {f"{at}sources.{number}.": one for number, one in enumerate(getattr(settings, "sources", ()))}
     inner |= {f"{at}sets.{name}.": one for name, one in getattr(settings, "sets", {}).items()}
@@ -210,11 +216,18 @@ def idle_tasks(task: str | None, at: Section, tasks: Sequence[str] = TASK_NAMES)
             yield from getattr(at, other).idle(f"{at}task is {'null' if task is None else task}")
 
 
-def idle_file_keys(files: tuple[str, ...], at: Section) -> Iterator[str]:
-    """One line for each key of `at` that is about files, where there are none."""
-    if not files:
-        yield from at.idle(f"{at}files is empty", "distinct")
+def file_key_problems(source: Any, at: Section) -> Iterator[str]:
+    """One line for each key of `at` that is about files and cannot work."""
+    if not source.files:
+        yield from at.idle(f"{at}files is empty", "distinct", "reader")
         yield from at.columns.idle(f"{at}files is empty")
+    elif source.reader is not None:
+        yield from at.idle(f"{at}reader reads the files", "distinct")
+        yield from at.columns.idle(f"{at}reader reads the files")
+        try:
+            function_at(source.reader)
+        except Exception as error:  # whatever a user's module raises when it is imported
+            yield f"{at.reader}: cannot be imported ({type(error).__name__}: {error}), must be package.module:function"
 
 
 class ChatSettings(Settings):

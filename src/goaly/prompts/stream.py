@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torchdata.nodes import BaseNode
 
 from goaly.prompts.blocks import Block, ShuffledFiles, blocks_of, fingerprint_of
-from goaly.prompts.files import DEFAULT, distinct_prompts_of, prompts_of
+from goaly.prompts.files import DEFAULT, distinct_prompts_of, fingerprint_by, prompts_by, prompts_of
 from goaly.prompts.prompt import Prompt, Split, split_of
 from goaly.prompts.settings import REASONING_GYM, PromptSettings
 from goaly.prompts.tasks.arithmetic import Arithmetic
@@ -103,10 +103,13 @@ class PromptStream:
         held_out = settings.held_out_fraction
         if settings.task is None:
             order = f"{settings.seed}/{split}"
-            blocks = [Block(file, 0) for file in settings.files] if settings.distinct else blocks_of(settings.files)
+            whole = settings.distinct or settings.reader is not None
+            blocks = [Block(file, 0) for file in settings.files] if whole else blocks_of(settings.files)
             self._prompts: BaseNode[Prompt] = ShuffledFiles(blocks, self._own, order=order, passes=passes)
             read = f" {settings.columns}" * (settings.columns != DEFAULT) + " distinct" * settings.distinct
-            self._source = f"{fingerprint_of(settings.files)} held_out={held_out}{read}"
+            reader = settings.reader
+            source = fingerprint_by(reader, settings.files) if reader else fingerprint_of(settings.files)
+            self._source = f"{source} held_out={held_out}{read}"
         else:
             task = _task(settings)
             self._prompts = TaskPrompts(task, held_out, settings.seed, split)
@@ -141,8 +144,13 @@ class PromptStream:
         self._position = int(state["position"])
 
     def _own(self, block: Block) -> list[Prompt]:
-        columns = self._settings.columns
-        prompts = distinct_prompts_of(block.file, columns) if self._settings.distinct else prompts_of(block, columns)
+        columns, reader = self._settings.columns, self._settings.reader
+        if reader is not None:
+            prompts = prompts_by(reader, block.file)
+        elif self._settings.distinct:
+            prompts = distinct_prompts_of(block.file, columns)
+        else:
+            prompts = prompts_of(block, columns)
         self._read += len(prompts)
         return [prompt for prompt in prompts if split_of(prompt, self._settings.held_out_fraction) is self._split]
 

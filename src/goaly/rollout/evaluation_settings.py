@@ -15,6 +15,7 @@ from goaly.prompts.settings import (
     PromptSettings,
     ReasoningGymSettings,
     absent_files,
+    file_key_problems,
     idle_tasks,
     source_problems,
 )
@@ -38,6 +39,8 @@ class EvaluationSet(Settings):
     `files` the set is the held-out share of `prompts`."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     """Names of the columns of `files`."""
+    reader: str | None = None
+    """Function that reads `files`, as `prompts.reader`."""
     prompts: PositiveInt | Literal["all"] = "all"
     """Number of problems, each of which is asked once; "all": all problems of the files. A task needs a number."""
     samples_per_prompt: PositiveInt = 1
@@ -59,7 +62,8 @@ class EvaluationSet(Settings):
     def source(self, prompts: PromptSettings) -> tuple[PromptSettings, Split]:
         """The source of the problems and the split of it that is asked, in a run that trains on `prompts`."""
         if self.files:
-            return PromptSettings(task=None, files=self.files, columns=self.columns, held_out_fraction=0.0), Split.TRAIN
+            of_files = {"files": self.files, "columns": self.columns, "reader": self.reader}
+            return PromptSettings(task=None, **of_files, held_out_fraction=0.0), Split.TRAIN
         if self.task is None:
             return prompts, Split.HELD_OUT
         fraction = prompts.held_out_fraction  # a problem's split depends on the problem and the fraction alone
@@ -80,8 +84,7 @@ class EvaluationSet(Settings):
             yield from source_problems(self, at)
         else:
             yield from idle_tasks(None, at)
-        if not self.files:
-            yield from at.columns.idle(f"{at}files is empty")
+        yield from file_key_problems(self, at)
         if self.task is not None and self.count is None:
             yield f"{at.prompts}: must be a number where {at}task makes problems without end"
         for k in self.pass_at:
