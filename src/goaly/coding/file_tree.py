@@ -55,14 +55,14 @@ class FileTree(Mapping[str, File]):
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._contents = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
         self._places: dict[str, _Place] = {}
-        start = 0
+        self.bytes = 0
         for entry in entries:
             if entry.kind == "folder" or NEVER_IN_A_PATCH.search(entry.path):
                 continue
             file = file_of(entry)
             self._contents.write(file.contents)
-            self._places[entry.path] = _Place(file.mode, _digest(file), start, len(file.contents))
-            start += len(file.contents)
+            self._places[entry.path] = _Place(file.mode, _digest(file), self.bytes, len(file.contents))
+            self.bytes += len(file.contents)
         names = [path for path in self._places if path.rpartition("/")[2] == ".gitignore"]
         self._ignored = IgnoreRules({path: self[path].contents for path in names})
 

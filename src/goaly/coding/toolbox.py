@@ -1,0 +1,76 @@
+"""Finds the Python that runs a root's tests, and lays pytest into the roots that lack it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Final
+
+from goaly.coding.pytest_bundle import FOLDER, OLDEST, PYTHON, bundle, own_interpreter
+from goaly.coding.task import TaskProblem
+from goaly.sandboxes.contract import FileSnapshot, SandboxSpec
+from goaly.sandboxes.sandbox import DEFAULTS, Sandbox, SandboxHost
+
+PROBE: Final = """
+import json, sys
+try:
+    import pytest
+    from importlib.metadata import entry_points
+    found = entry_points()
+    found = found.select(group="pytest11") if hasattr(found, "select") else found.get("pytest11", [])
+    plugins = [[one.name, one.value] for one in found]
+except ImportError:
+    pytest, plugins = None, []
+print(json.dumps([sys.executable, sys.version_info[:2], pytest and pytest.__version__, plugins]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolbox:
+    """A root, or an image, in which tests can run."""
+
+    snapshot: FileSnapshot
+    python: str | None
+    """The interpreter that has pytest; None if there is no Python."""
+    plugins: tuple[str, ...] = ()
+    """Modules of pytest plugins that are installed there."""
+    path: str = DEFAULTS["PATH"]
+    """PATH of agents."""
+
+
+async def find_tools(host: SandboxHost, spec: SandboxSpec) -> Toolbox:
+    """The Python with pytest of a root, or one that is laid into it."""
+    sandbox = await host.start(replace(spec, workdir="/", user=0))
+    try:
+        path = spec.environment.get("PATH", DEFAULTS["PATH"])
+        found = None
+        for name in ("python", "python3"):
+            result = await sandbox.run([name, "-c", PROBE], env=spec.environment)
+            if not result.ok:
+                continue
+            python, version, pytest, plugins = json.loads(result.stdout.text())
+            if pytest:
+                modules = tuple(value.partition(":")[0] for _, value in plugins)
+                return Toolbox(snapshot=await sandbox.snapshot(), python=python, plugins=modules, path=path)
+            found = (python, tuple(version)) if tuple(version) >= OLDEST else found
+        if found is None and spec.image is None:
+            found = await _lay_interpreter(sandbox)
+        if found is not None:
+            await sandbox.upload(await asyncio.to_thread(bundle, *found), FOLDER, user=0)
+            if found[1] != sys.version_info[:2]:
+                await sandbox.run([PYTHON, "-m", "compileall", "-q", f"{FOLDER}/lib"], user=0, seconds=120.0)
+            result = await sandbox.run([PYTHON, "-c", "import pytest"])
+            if not result.ok:
+                raise TaskProblem(f"pytest does not start on {found[0]} of the sandbox: {result.stderr.text()}")
+            path = f"{FOLDER}/bin:{path}"
+        return Toolbox(snapshot=await sandbox.snapshot(), python=found and PYTHON, path=path)
+    finally:
+        await sandbox.stop()
+
+
+async def _lay_interpreter(sandbox: Sandbox) -> tuple[str, tuple[int, int]]:
+    await sandbox.upload(await asyncio.to_thread(own_interpreter), f"{FOLDER}/python", user=0)
+    version = sys.version_info[:2]
+    return f"{FOLDER}/python/bin/python{version[0]}.{version[1]}", version
