@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from apps.eval.config import EvalConfig
+from apps.sandboxes.config import SandboxServerConfig
 from apps.sft.config import SftConfig
 from goaly.base.config.schema import keys
 from goaly.plan.run_config import RunConfig
@@ -19,7 +20,11 @@ from goaly.run.policy_server_config import PolicyServerConfig
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
-KEYS = {key.path: key for schema in (RunConfig, EvalConfig, SftConfig, PolicyServerConfig) for key in keys(schema)}
+KEYS = {
+    key.path: key
+    for schema in (RunConfig, EvalConfig, SftConfig, PolicyServerConfig, SandboxServerConfig)
+    for key in keys(schema)
+}
 SECTIONS = {path for path, key in KEYS.items() if key.section is not None and "." not in path}
 FOLDERS = {folder.name for folder in (ROOT / "src" / "goaly").iterdir() if folder.is_dir()} - SECTIONS
 MISTAKABLE = {folder for folder in FOLDERS if difflib.get_close_matches(folder, SECTIONS, cutoff=0.7)}

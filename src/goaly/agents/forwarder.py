@@ -21,8 +21,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from goaly.agents.http_server import AppServer, key_of
-from goaly.agents.listeners import listening
 from goaly.agents.refusals import Refusal, error_response
+from goaly.base.access import listening
 from goaly.base.json_text import bounded_json
 from goaly.generate.request import Sampling, seed_of
 from goaly.generate.settings import NEUTRAL

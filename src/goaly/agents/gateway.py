@@ -20,11 +20,12 @@ from http import HTTPStatus
 from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.http_server import HttpServer
 from goaly.agents.http_session import HttpSession, Repeats
-from goaly.agents.listeners import listener_of, listening, port_of
+from goaly.agents.listeners import listener_of, port_of
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
 from goaly.agents.session_files import SessionFiles
 from goaly.agents.settings import EndpointSettings
+from goaly.base.access import listening
 from goaly.generate.policy import Policy
 
 REOPEN_SECONDS = 60.0

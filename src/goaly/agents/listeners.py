@@ -11,31 +11,11 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from ipaddress import ip_address
 
 from goaly.agents.settings import EndpointSettings
+from goaly.base.access import listening
 from goaly.base.errors import ConfigError
 from goaly.base.process import is_own_user
-
-BACKLOG = 1024
-"""Clients that may wait for the server to accept them."""
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens; OSError if another process has the port, which 0 lets the system choose. A small part of a
-    response is sent at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach this address or name."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def port_of(settings: EndpointSettings, worker: int) -> int:

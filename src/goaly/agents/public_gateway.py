@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.http_server import REWARDED, SAMPLED, HttpServer
 from goaly.agents.http_session import HttpSession, Repeats, request_digest
-from goaly.agents.listeners import is_loopback, listening
 from goaly.agents.refusals import Refusal
 from goaly.agents.session import Session
+from goaly.base.access import is_loopback, is_one_of, listening
 from goaly.generate.policy import Policy, TokenSampler
 from goaly.generate.request import Sampling
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -54,7 +54,7 @@ class PublicGateway(HttpServer):
         """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
         super().__init__(host, partial(listening, host, port), str(chat.folder), max_context)
         self.is_open = False  # until the sampler answers; requests before wait
-        self._tokens = [token.encode() for token in tokens]
+        self._tokens = tokens
         self._chat = chat
         self._parser = parser
         self._sampling = sampling
@@ -70,9 +70,7 @@ class PublicGateway(HttpServer):
         if not self._tokens:
             self._check_here("host", f"//{headers.get('host', '')}")
             self._check_here("origin", headers.get("origin", "//localhost"))
-        given = key.encode()
-        known = [secrets.compare_digest(given, token) for token in self._tokens]  # all, so that its time tells nothing
-        if known and not any(known):
+        if self._tokens and not is_one_of(key, self._tokens):
             raise Refusal("the API key is not one of this server's tokens", HTTPStatus.UNAUTHORIZED, "invalid_api_key")
 
     def _check_here(self, name: str, url: str) -> None:

@@ -1,6 +1,5 @@
 """The settings of a server that serves a policy outside of training."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from goaly.agents.listeners import is_loopback
+from goaly.base.access import token_problems, tokens_of
 from goaly.base.config.settings import Section, Settings
 from goaly.base.errors import ConfigError
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
@@ -52,11 +51,7 @@ class PolicyServerConfig(Settings):
     @property
     def tokens(self) -> tuple[str, ...]:
         """The tokens, of which a client needs one; empty if it needs none."""
-        if self.tokens_file is not None:
-            lines = Path(self.tokens_file).read_text("utf-8").split("\n")
-        else:
-            lines = os.environ.get(TOKENS, "").split(",")
-        return tuple(line.strip() for line in lines if line.strip())
+        return tokens_of(self.tokens_file, TOKENS)
 
     @property
     def start_model(self) -> ModelSettings:
@@ -71,7 +66,7 @@ class PolicyServerConfig(Settings):
         return RunModel.of(Path(self.run)).chat if self.run else ChatSettings()
 
     def _problems(self, at: Section) -> Iterator[str]:
-        yield from self._token_problems(at)
+        yield from token_problems(at, self.host, self.tokens_file, TOKENS)
         if self.hosts.imagine is not None:
             yield f"{at}hosts.imagine: is for dry runs of runs; a server uses this machine"
         yield from self.generator.device_problems(f"{at}generator.", updates=self.run is not None)
@@ -89,19 +84,6 @@ class PolicyServerConfig(Settings):
             yield from error.problems
             return
         yield from self._model_problems(at, model, chat)
-
-    def _token_problems(self, at: Section) -> Iterator[str]:
-        try:
-            tokens = self.tokens
-        except (OSError, UnicodeDecodeError) as error:
-            yield f"{at.tokens_file}: cannot be read: {error}"
-            return
-        if self.tokens_file is not None and not tokens:
-            yield f"{at.tokens_file}: has no token, must have one in each line"
-        if not tokens and not is_loopback(self.host):
-            yield f"{at.host}: must be 127.0.0.1 without tokens; set tokens_file, or the environment variable {TOKENS}"
-        if any(not token.isascii() or " " in token for token in tokens):
-            yield f"{at.tokens_file}: a token must be of ASCII letters, digits and signs, without spaces"
 
     def _model_problems(self, at: Section, model: ModelSettings, chat: ChatSettings) -> Iterator[str]:
         from goaly.models.catalog import shape_of  # imports torch, which `--help` does not need

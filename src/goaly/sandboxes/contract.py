@@ -27,6 +27,14 @@ class SandboxUnavailable(SandboxError):
     """A sandbox could not be started; the message says what is missing."""
 
 
+class SandboxFull(SandboxUnavailable):
+    """There is no room for a sandbox now."""
+
+
+class SnapshotLost(SandboxUnavailable):
+    """The snapshot from which a sandbox should start is not there any more: its server ended, or it was forgotten."""
+
+
 class SandboxDied(SandboxError):
     """A sandbox ended, or its server did: its files and processes are gone."""
 

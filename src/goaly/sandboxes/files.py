@@ -31,19 +31,40 @@ def stream_of(entries: Sequence[Entry]) -> Iterator[bytes]:
 
 def entries_of(stream: bytes) -> list[Entry]:
     """The entries of a stream that `native/files.c` wrote. ValueError if it ends early or is malformed."""
-    entries, at = [], 0
-    while at < len(stream):
-        if at + HEAD.size > len(stream):
-            raise ValueError("the stream of files ends in the middle of an entry")
-        kind, mode, path_bytes, content_bytes = HEAD.unpack_from(stream, at)
-        at += HEAD.size
-        end = at + path_bytes + content_bytes
-        if kind not in KINDS or end > len(stream):
-            raise ValueError("the stream of files is malformed or ends in the middle of an entry")
-        path = stream[at : at + path_bytes].decode(errors="surrogateescape")
-        entries.append(Entry(path=path, kind=KINDS[kind], mode=mode, contents=stream[at + path_bytes : end]))
-        at = end
+    reader = EntryReader()
+    entries = list(reader.feed(stream))
+    reader.end()
     return entries
+
+
+class EntryReader:
+    """Reads the entries of a stream as its parts come."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._need = HEAD.size
+
+    def feed(self, part: bytes) -> Iterator[Entry]:
+        """The entries that are complete with this part. ValueError if the stream is malformed."""
+        self._rest += part
+        while len(self._rest) >= self._need:
+            kind, mode, path_bytes, content_bytes = HEAD.unpack_from(self._rest)
+            if kind not in KINDS:
+                raise ValueError("the stream of files is malformed")
+            contents_at = HEAD.size + path_bytes
+            self._need = contents_at + content_bytes
+            if len(self._rest) < self._need:
+                return
+            path = self._rest[HEAD.size : contents_at].decode(errors="surrogateescape")
+            contents = bytes(memoryview(self._rest)[contents_at : self._need])
+            del self._rest[: self._need]
+            self._need = HEAD.size
+            yield Entry(path=path, kind=KINDS[kind], mode=mode, contents=contents)
+
+    def end(self) -> None:
+        """ValueError if the stream ended early."""
+        if self._rest:
+            raise ValueError("the stream of files ends in the middle of an entry")
 
 
 def clean(path: str) -> bool:

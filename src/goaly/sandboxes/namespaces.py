@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,15 +97,8 @@ class NamespaceHost(SandboxHost):
         """Take over a sandbox of another client, with its files and background processes as they are."""
         answer = await self._channel.ask("A", number=ticket.number)
         sandbox = NamespaceSandbox(self, ticket, answer[3][0])
-        if pipes := answer[3][1:]:
-            command, output_bytes = map(int, answer[2][0].split())
-            await sandbox.go_on_with(command, output_bytes, pipes)
         self._live[ticket.number] = sandbox
         return sandbox
-
-    async def keep(self, ticket: SandboxTicket, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
-        """Leave a command's pipes with the server, for who adopts the sandbox."""
-        await self._channel.ask("K", f"{number} {output_bytes}", fds=pipes, number=ticket.number)
 
     async def leave(self) -> None:
         """Go without ending the sandboxes: each waits `seconds_unowned` for a client that adopts it."""
@@ -189,9 +181,6 @@ class NamespaceSandbox(ResidentSandbox):
 
     def _memory_kills(self) -> int:
         return memory_kills(self.ticket.name)
-
-    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
-        await self._host.keep(self.ticket, number, output_bytes, pipes)
 
     async def snapshot(self) -> FileSnapshot:
         answer = await self._channel.ask("N")

@@ -11,4 +11,8 @@ async def open_host(settings: SandboxSettings) -> SandboxHost:
         from goaly.sandboxes.namespaces import NamespaceHost
 
         return await NamespaceHost.open()
+    if settings.backend == "remote":
+        from goaly.sandboxes.remote import RemoteHost
+
+        return await RemoteHost.open(settings.remote)
     raise SandboxUnavailable(f"this version has no backend {settings.backend!r}")

@@ -42,6 +42,12 @@ class Stream:
         if len(self._tail) > 4 * self._half + CHUNK:
             del self._tail[: -self._half]
 
+    def pause(self) -> None:
+        """Let the command wait until `resume`, if it writes much more."""
+
+    def resume(self) -> None:
+        """Take again what it writes."""
+
     def drain(self) -> None:
         """Take what the command has written by now."""
 
@@ -69,12 +75,10 @@ class PipeStream(Stream):
         self.resume()
 
     def pause(self) -> None:
-        """Let the pipe fill, and the command wait, until `resume`."""
         if self._fd is not None:
             asyncio.get_running_loop().remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Read again."""
         if self._fd is not None:
             asyncio.get_running_loop().add_reader(self._fd, self._read)
 

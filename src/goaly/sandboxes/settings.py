@@ -1,5 +1,7 @@
 """Where a run's sandboxes run, what each may use, and how many live at once."""
 
+import re
+import ssl
 from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
@@ -37,7 +39,36 @@ class ContainerSettings(Settings):
 
 
 class RemoteSettings(Settings):
-    """The backend `remote`."""
+    """The backend `remote`: sandboxes of machines that run `python -m apps.sandboxes.main`."""
+
+    servers: tuple[str, ...] = ()
+    """URLs of the servers, such as `https://sandboxes-1:8700`. A sandbox starts at the least loaded one."""
+    key_variable: str = "GOALY_SANDBOX_KEY"
+    """Environment variable with the key, which is one of each server's tokens."""
+    ca: str | None = None
+    """PEM file with the authority that signed the servers' certificates; null: those that the system trusts."""
+    silent_seconds: PositiveFloat = 30.0
+    """A server that does not answer for this long is lost, and its sandboxes with it. Raise it if the network is slow,
+    or if rollout workers block their event loops for longer."""
+    start_seconds: PositiveFloat = 120.0
+    """Longest time for which the start of a sandbox waits for a server with room."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers, without slashes at the end."""
+        return tuple(server.rstrip("/") for server in self.servers)
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        for url in self.urls:
+            if not re.fullmatch(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:@?#]+)(:\d{1,5})?", url):
+                yield f"{at.servers}: {url} must be a URL without a path, such as https://sandboxes-1:8700"
+        if len(set(self.urls)) < len(self.urls):
+            yield f"{at.servers}: must name each server once"
+        if self.ca is not None:
+            try:
+                ssl.create_default_context(cafile=self.ca)
+            except OSError as error:
+                yield f"{at.ca}: must be a PEM file with certificates: {error}"
 
 
 class SandboxSettings(Settings):
@@ -67,6 +98,10 @@ class SandboxSettings(Settings):
             yield f"{at.root}: must be an absolute path"
         elif self.backend == "namespaces" and not Path(self.root).is_dir():
             yield f"{at.root}: there is no such folder on this host"
+        if self.backend == "remote" and not self.remote.servers:
+            yield f"{at.remote.servers}: must name at least one server for {at.backend}"
+        if self.backend != "remote":
+            yield from at.remote.idle(f"with {at.backend}")
 
     def spec(self, **changes: object) -> SandboxSpec:
         """A sandbox as these settings say, with these fields of a spec changed."""

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from goaly.agents.listeners import Listeners, listener_of, listening
+from goaly.agents.listeners import Listeners, listener_of
 from goaly.agents.settings import EndpointSettings
+from goaly.base.access import listening
 from goaly.base.errors import ConfigError
 from goaly.run.rendezvous import lasting_port
 

@@ -1,15 +1,27 @@
 """A host of sandboxes for each test, which leaves nothing behind."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from goaly.sandboxes.contract import Limits, SandboxSpec
 from goaly.sandboxes.control_groups import PREFIX, hierarchies
-from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
+from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.owner import identity
+from goaly.sandboxes.remote import RemoteHost
+from goaly.sandboxes.sandbox import Sandbox, SandboxHost
+from goaly.sandboxes.settings import RemoteSettings
 
 SMALL = Limits(memory_mib=256, disk_mib=64, files=2000, processes=64, file_mib=32)
 
@@ -19,8 +31,74 @@ def groups_of_server(identity: str) -> list[str]:
     return [str(group) for tree in hierarchies() for group in tree.root.glob(f"{PREFIX}{identity}-*")]
 
 
+async def first_process(sandbox: Sandbox) -> int:
+    """The first process of a sandbox, on this machine: the parent of a command."""
+    mark = f"sleep {secrets.randbelow(1 << 40)}"
+    process = await sandbox.start(f"echo begun; exec {mark}")
+    begun = asyncio.Event()
+    process.stdout.on_bytes = lambda data: begun.set()
+    await begun.wait()
+    while (parent := parent_of(mark)) is None:  # it is about to become that program
+        pass
+    return parent
+
+
+def parent_of(command: str) -> int | None:
+    """The parent of the process of this machine that has this command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip() == command:
+                return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+class RemoteServer:
+    """A server of sandboxes in a process of its own."""
+
+    def __init__(self, *settings: str, tokens: str = "", port: int = 0) -> None:
+        words = [sys.executable, "-m", "apps.sandboxes.main", f"port={port}", *settings]
+        environment = {**os.environ, "GOALY_SANDBOX_TOKENS": tokens}
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line.startswith("serving sandboxes at "), line
+        self.url = line.split()[-1]
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/v1/status") as answer:
+            return json.load(answer)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code after this signal."""
+        self.process.send_signal(number)
+        assert self.process.stdout
+        self.process.stdout.close()
+        return self.process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def remote_server() -> Iterator[RemoteServer]:
+    """A server for all tests that leave nothing on it."""
+    server = RemoteServer()
+    yield server
+    assert server.end() == 0
+
+
 @pytest.fixture
-async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NamespaceHost]:
+def backend() -> str:
+    return "namespaces"
+
+
+@pytest.fixture
+async def host(backend: str, request: pytest.FixtureRequest) -> AsyncIterator[SandboxHost]:
+    if backend == "remote":
+        server = request.getfixturevalue("remote_server")
+        remote = await RemoteHost.open(RemoteSettings(servers=(server.url,)))
+        yield remote
+        await remote.close()
+        status = await asyncio.to_thread(server.status)
+        assert (status["sandboxes"], status["snapshots"]) == ([], 0)
+        return
     opened = await NamespaceHost.open()
     assert opened.server
     server = identity(opened.server.process.pid)
@@ -30,6 +108,6 @@ async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 @pytest.fixture
-async def sandbox(host: NamespaceHost) -> NamespaceSandbox:
+async def sandbox(host: SandboxHost) -> Sandbox:
     async with asyncio.timeout(20):
         return await host.start(SandboxSpec(limits=SMALL))

@@ -1,4 +1,4 @@
-"""Commands, files, shells and snapshots of sandboxes of namespaces, in real ones."""
+"""Commands, files, shells and snapshots of sandboxes, in real ones of this host and by way of a server."""
 
 import asyncio
 import os
@@ -9,12 +9,17 @@ import pytest
 
 from goaly.sandboxes.contract import Entry, Limit, SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.files import folder_entries, write_folder
-from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
+from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.shell import Shell
-from tests.unit.sandboxes.conftest import SMALL
+from tests.unit.sandboxes.conftest import SMALL, first_process
 
 
-async def test_a_failing_command_is_a_result_with_both_streams(sandbox: NamespaceSandbox):
+@pytest.fixture(params=["namespaces", "remote"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+async def test_a_failing_command_is_a_result_with_both_streams(sandbox: Sandbox):
     result = await sandbox.run("echo out; echo err >&2; exit 3")
     assert (result.exit_code, result.stdout.text(), result.stderr.text(), result.limit) == (3, "out\n", "err\n", None)
     missing = await sandbox.run(["no-such-program"])
@@ -23,13 +28,13 @@ async def test_a_failing_command_is_a_result_with_both_streams(sandbox: Namespac
     assert (await sandbox.run("pwd", cwd="/no/such/folder")).exit_code == 126
 
 
-async def test_input_variables_folder_and_user_reach_the_command(sandbox: NamespaceSandbox):
+async def test_input_variables_folder_and_user_reach_the_command(sandbox: Sandbox):
     assert (await sandbox.run("cat", stdin=b"\0\xff" * 200_000, output_bytes=1 << 20)).stdout.head[:2] == b"\0\xff"
     said = await sandbox.run('echo "$A $PWD"; id -u', cwd="/usr", env={"A": "b c"}, user=1234)
     assert said.stdout.text() == "b c /usr\n1234\n"
 
 
-async def test_files_of_the_hosts_root_belong_to_the_sandboxes_root(host: NamespaceHost, sandbox: NamespaceSandbox):
+async def test_files_of_the_hosts_root_belong_to_the_sandboxes_root(host: SandboxHost, sandbox: Sandbox):
     if os.geteuid() == 0:
         assert (await sandbox.run("stat -c %u:%g /usr/bin/env")).stdout.text() == "0:0\n"
     assert (await sandbox.run("echo x > /usr/bin/env", user=0)).ok
@@ -37,7 +42,7 @@ async def test_files_of_the_hosts_root_belong_to_the_sandboxes_root(host: Namesp
     assert (await (await host.start(sandbox.spec)).run("env")).ok
 
 
-async def test_of_long_output_head_and_tail_are_kept(sandbox: NamespaceSandbox):
+async def test_of_long_output_head_and_tail_are_kept(sandbox: Sandbox):
     output = (await sandbox.run("seq 1 100000", output_bytes=100)).stdout
     assert output.head.startswith(b"1\n2\n")
     assert output.tail.endswith(b"99999\n100000\n")
@@ -45,13 +50,13 @@ async def test_of_long_output_head_and_tail_are_kept(sandbox: NamespaceSandbox):
     assert f"{output.omitted} bytes omitted" in output.text()
 
 
-async def test_a_command_that_exceeds_its_time_ends_with_its_children(sandbox: NamespaceSandbox):
+async def test_a_command_that_exceeds_its_time_ends_with_its_children(sandbox: Sandbox):
     result = await sandbox.run("sleep 1000 & echo begun; sleep 1000", seconds=0.2)
     assert (result.limit, result.exit_code, result.stdout.text()) == (Limit.TIME, 137, "begun\n")
     assert (await sandbox.run("ps -e | grep -c '[s]leep'")).stdout.text() == "0\n"
 
 
-async def test_a_cancelled_caller_ends_the_command(sandbox: NamespaceSandbox):
+async def test_a_cancelled_caller_ends_the_command(sandbox: Sandbox):
     call = asyncio.create_task(sandbox.run("touch /tmp/begun; sleep 1000"))
     while not (await sandbox.run("test -e /tmp/begun")).ok:
         assert not call.done()
@@ -61,18 +66,18 @@ async def test_a_cancelled_caller_ends_the_command(sandbox: NamespaceSandbox):
     assert (await sandbox.run("ps -e | grep -c '[s]leep'")).stdout.text() == "0\n"
 
 
-async def test_many_commands_run_at_once(sandbox: NamespaceSandbox):
+async def test_many_commands_run_at_once(sandbox: Sandbox):
     results = await asyncio.gather(*(sandbox.run(f"echo {n}") for n in range(40)))
     assert [result.stdout.text() for result in results] == [f"{n}\n" for n in range(40)]
 
 
-async def test_an_argument_list_that_is_too_long_is_refused_and_the_sandbox_lives(sandbox: NamespaceSandbox):
+async def test_an_argument_list_that_is_too_long_is_refused_and_the_sandbox_lives(sandbox: Sandbox):
     with pytest.raises(ValueError, match="bytes"):
         await sandbox.run(["echo", "x" * 300_000])
     assert (await sandbox.run("true")).ok
 
 
-async def test_long_commands_are_written_to_and_read_as_they_run(sandbox: NamespaceSandbox):
+async def test_long_commands_are_written_to_and_read_as_they_run(sandbox: Sandbox):
     process = await sandbox.start("while read line; do echo got $line; done")
     came: asyncio.Queue[bytes] = asyncio.Queue()
     process.stdout.on_bytes = came.put_nowait
@@ -84,7 +89,7 @@ async def test_long_commands_are_written_to_and_read_as_they_run(sandbox: Namesp
     process.close()
 
 
-async def test_files_go_in_and_out_with_modes_and_links(sandbox: NamespaceSandbox, tmp_path: Path):
+async def test_files_go_in_and_out_with_modes_and_links(sandbox: Sandbox, tmp_path: Path):
     source = tmp_path / "source"
     (source / "deep" / "er").mkdir(parents=True)
     (source / "deep" / "er" / "run.sh").write_text("echo ran")
@@ -103,7 +108,7 @@ async def test_files_go_in_and_out_with_modes_and_links(sandbox: NamespaceSandbo
     assert (tmp_path / "back" / "deep" / "er" / "run.sh").read_text() == "echo ran"
 
 
-async def test_reading_what_is_no_file_or_too_large_raises(sandbox: NamespaceSandbox):
+async def test_reading_what_is_no_file_or_too_large_raises(sandbox: Sandbox):
     await sandbox.write("/tmp/f", b"x" * 1000)
     assert await sandbox.read("/tmp/f") == b"x" * 1000
     for path, error in (
@@ -119,7 +124,7 @@ async def test_reading_what_is_no_file_or_too_large_raises(sandbox: NamespaceSan
         await sandbox.upload([Entry(path="../out", contents=b"")], "/tmp")
 
 
-async def test_a_shell_keeps_folder_variables_functions_and_jobs(sandbox: NamespaceSandbox):
+async def test_a_shell_keeps_folder_variables_functions_and_jobs(sandbox: Sandbox):
     shell = await Shell.open(sandbox)
     for command, output in [
         ("cd /usr; x=5; f() { echo f$1; }", ""),
@@ -135,7 +140,7 @@ async def test_a_shell_keeps_folder_variables_functions_and_jobs(sandbox: Namesp
     await shell.close()
 
 
-async def test_a_shell_survives_a_command_that_exceeds_its_time_and_so_do_its_jobs(sandbox: NamespaceSandbox):
+async def test_a_shell_survives_a_command_that_exceeds_its_time_and_so_do_its_jobs(sandbox: Sandbox):
     shell = await Shell.open(sandbox)
     await shell.run("sleep 777 & x=5")
     late = await shell.run("echo begun; sleep 1000 | cat", seconds=0.3)
@@ -143,7 +148,7 @@ async def test_a_shell_survives_a_command_that_exceeds_its_time_and_so_do_its_jo
     assert (await shell.run("echo $x; ps -eo args | grep '[s]leep'")).stdout.text() == "5\nsleep 777\n"
 
 
-async def test_a_job_that_writes_without_end_does_not_keep_the_shell(sandbox: NamespaceSandbox):
+async def test_a_job_that_writes_without_end_does_not_keep_the_shell(sandbox: Sandbox):
     shell = await Shell.open(sandbox, output_bytes=1000)
     assert (await shell.run("yes & echo begun")).exit_code == 0
     flood = (await shell.run("sleep 0.1")).stdout
@@ -152,7 +157,7 @@ async def test_a_job_that_writes_without_end_does_not_keep_the_shell(sandbox: Na
     await shell.close()
 
 
-async def test_a_shell_that_ends_says_so(sandbox: NamespaceSandbox):
+async def test_a_shell_that_ends_says_so(sandbox: Sandbox):
     shell = await Shell.open(sandbox)
     assert (await shell.run("exit 7")).exit_code == 7
     assert not shell.alive
@@ -161,9 +166,7 @@ async def test_a_shell_that_ends_says_so(sandbox: NamespaceSandbox):
     assert (await sandbox.run("true")).ok
 
 
-async def test_forks_of_a_snapshot_begin_alike_and_do_not_see_each_other(
-    host: NamespaceHost, sandbox: NamespaceSandbox
-):
+async def test_forks_of_a_snapshot_begin_alike_and_do_not_see_each_other(host: SandboxHost, sandbox: Sandbox):
     await sandbox.run("mkdir /tmp/d; echo one > /tmp/d/a; echo gone > /tmp/d/b; rm /tmp/d/b")
     first = await sandbox.snapshot()
     await sandbox.run("echo two >> /tmp/d/a; mkdir /tmp/later")
@@ -178,7 +181,7 @@ async def test_forks_of_a_snapshot_begin_alike_and_do_not_see_each_other(
     assert (await forks[1].run("cat /tmp/d/a")).stdout.text() == "one\n"
 
 
-async def test_a_snapshot_waits_for_no_process_and_refuses_while_one_runs(sandbox: NamespaceSandbox):
+async def test_a_snapshot_waits_for_no_process_and_refuses_while_one_runs(sandbox: Sandbox):
     process = await sandbox.start("sleep 1000")
     with pytest.raises(OSError, match="still running"):
         await sandbox.snapshot()
@@ -188,10 +191,10 @@ async def test_a_snapshot_waits_for_no_process_and_refuses_while_one_runs(sandbo
     assert (await sandbox.run("echo works > /tmp/x; cat /tmp/x")).stdout.text() == "works\n"
 
 
-async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: NamespaceHost, sandbox: NamespaceSandbox):
+async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: SandboxHost, sandbox: Sandbox):
     running = asyncio.create_task(sandbox.run("sleep 1000"))
     await sandbox.run("true")
-    os.kill(sandbox.pid, 9)
+    os.kill(await first_process(sandbox), 9)
     with pytest.raises(SandboxDied):
         await running
     assert not sandbox.alive()
@@ -200,14 +203,14 @@ async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: Namespac
     await sandbox.stop()
 
 
-async def test_bad_roots_are_refused(host: NamespaceHost, tmp_path: Path):
+async def test_bad_roots_are_refused(host: SandboxHost, tmp_path: Path):
     with pytest.raises(SandboxUnavailable, match="none"):
         await host.start(SandboxSpec(root=tmp_path / "none", limits=SMALL))
     with pytest.raises(SandboxUnavailable, match=r"no images.*debian:12.*use the backend containers"):
         await host.start(SandboxSpec(image="debian:12"))
 
 
-async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: NamespaceHost):
+async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: SandboxHost):
     ends = []
     for stop in (True, False):
         sandbox = await host.start(SandboxSpec(limits=SMALL))
@@ -216,7 +219,7 @@ async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(
         if stop:
             await sandbox.stop()
         else:
-            os.kill(sandbox.pid, signal.SIGKILL)
+            os.kill(await first_process(sandbox), signal.SIGKILL)
         async with asyncio.timeout(20):
             await told.wait()
     await host.close()

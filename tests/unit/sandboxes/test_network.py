@@ -5,14 +5,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from goaly.sandboxes.namespaces import NamespaceSandbox
 from goaly.sandboxes.network import allow, forward
+from goaly.sandboxes.sandbox import Sandbox
 
 GET = """
 import sys, urllib.request
 try: print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
 except Exception as error: print(type(error).__name__, error)
 """
+
+
+@pytest.fixture(params=["namespaces", "remote"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -30,11 +35,11 @@ async def site() -> AsyncIterator[int]:
     server.close()
 
 
-async def get(sandbox: NamespaceSandbox, url: str, **env: str) -> str:
+async def get(sandbox: Sandbox, url: str, **env: str) -> str:
     return (await sandbox.run(["/usr/bin/python3", "-c", GET, url], env=env)).stdout.text().strip()
 
 
-async def test_one_address_is_reached_by_its_port_inside_and_no_other(sandbox: NamespaceSandbox, site: int):
+async def test_one_address_is_reached_by_its_port_inside_and_no_other(sandbox: Sandbox, site: int):
     assert "URLError" in await get(sandbox, f"http://127.0.0.1:{site}/")
     server = await forward(sandbox, 8000, "127.0.0.1", site)
     assert await get(sandbox, "http://127.0.0.1:8000/v1?x=1") == "GET /v1?x=1 HTTP/1.1 Host: 127.0.0.1:8000"
@@ -45,7 +50,7 @@ async def test_one_address_is_reached_by_its_port_inside_and_no_other(sandbox: N
     assert "URLError" in await get(sandbox, "http://127.0.0.1:8000/")
 
 
-async def test_only_listed_hosts_pass_the_proxy(sandbox: NamespaceSandbox, site: int):
+async def test_only_listed_hosts_pass_the_proxy(sandbox: Sandbox, site: int):
     server = await allow(sandbox, 3128, ["localhost", ".example.org"])
     proxy = "http://127.0.0.1:3128"
     assert (
