@@ -12,7 +12,7 @@ from goaly.sandboxes.contract import Limits
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class RoomRequest:
     """A start that waits, or that has got its room."""
 
     task: str
@@ -32,13 +32,13 @@ class Admission:
         self._most = most
         self._memory_mib = memory_mib
         self._disk_mib = disk_mib
-        self._holders: set[Request] = set()
+        self._holders: set[RoomRequest] = set()
         self._held_memory = self._held_disk = 0
-        self._waiting: OrderedDict[str, deque[Request]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[RoomRequest]] = OrderedDict()
         """By task, whose turn is next first. A task is here only while it has requests."""
 
     @property
-    def next(self) -> Request | None:
+    def next(self) -> RoomRequest | None:
         """The request whose turn it is."""
         return next(iter(self._waiting.values()))[0] if self._waiting else None
 
@@ -50,11 +50,11 @@ class Admission:
             return f"its limit of files, {limits.disk_mib} MiB, is above all that the pool may give"
         return None
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: RoomRequest) -> None:
         """Wait for room; `admit` says when it is there."""
         self._waiting.setdefault(request.task, deque()).append(request)
 
-    def admit(self) -> Request | None:
+    def admit(self) -> RoomRequest | None:
         """The request whose turn it is, if there is room for it. It holds the room until `free`."""
         request = self.next
         if request is None or not self._fits(request.limits):
@@ -63,12 +63,12 @@ class Admission:
         self.hold(request)
         return request
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: RoomRequest) -> None:
         """Let a request go, with room or with something better: the next turn is another task's."""
         self._waiting.move_to_end(request.task)
         self.withdraw(request)
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self, request: RoomRequest) -> None:
         """Wait no longer. Its task keeps its turn."""
         queue = self._waiting.get(request.task)
         if queue and request in queue:
@@ -76,20 +76,20 @@ class Admission:
             if not queue:
                 del self._waiting[request.task]
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: RoomRequest) -> None:
         """Take room without waiting, even beyond the bounds: what lives already is counted, not refused."""
         self._holders.add(request)
         self._held_memory += request.limits.memory_mib
         self._held_disk += request.limits.disk_mib
 
-    def try_hold(self, request: Request) -> bool:
+    def try_hold(self, request: RoomRequest) -> bool:
         """Take room if there is some and nobody waits for it."""
         if self._waiting or not self._fits(request.limits):
             return False
         self.hold(request)
         return True
 
-    def free(self, request: Request) -> None:
+    def free(self, request: RoomRequest) -> None:
         """Give room back; again is no error."""
         if request in self._holders:
             self._holders.remove(request)

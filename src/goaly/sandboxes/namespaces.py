@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from goaly.sandboxes.channel import Channel, Message, SocketChannel
-from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
+from goaly.sandboxes.contract import FileSnapshot, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.control_groups import PREFIX, groups_of, memory_kills
 from goaly.sandboxes.owner import identity
 from goaly.sandboxes.reaper import reap
@@ -79,8 +79,7 @@ class NamespaceHost(SandboxHost):
         except SandboxError as error:
             raise SandboxUnavailable(f"a sandbox did not start: {error}") from error
         except asyncio.CancelledError:
-            with suppress(SandboxDied):
-                self._channel.send("T", number)
+            await asyncio.shield(self.terminate(number))
             raise
         sandbox = NamespaceSandbox(
             self, SandboxTicket(number, name, int(answer[2][0]), spec, tuple(layers)), answer[3][0]

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from goaly.sandboxes.admission import Admission, Request
+from goaly.sandboxes.admission import Admission, RoomRequest
 from goaly.sandboxes.contract import FileSnapshot, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.server import runtime_folder
@@ -35,7 +35,7 @@ RUN = "run"
 
 
 @dataclass(eq=False, slots=True)
-class State:
+class WarmState:
     """What sandboxes begin as, and those that wait ready in it."""
 
     spec: SandboxSpec
@@ -45,10 +45,10 @@ class State:
 
 
 @dataclass(eq=False, slots=True)
-class Start(Request):
+class StartRequest(RoomRequest):
     """A start that waits for room, or for a warm sandbox."""
 
-    state: State
+    state: WarmState
     granted: asyncio.Future[Sandbox | None]
     """None: there is room."""
 
@@ -62,9 +62,9 @@ class SandboxPool(SandboxHost):
         memory, disk = (None if gib is None else gib * 1024 for gib in (settings.memory_gib, settings.disk_gib))
         self._admission = Admission(settings.most, memory, disk)
         self._slots = StartSlots(runtime_folder() / "starts", settings.starts_at_once)
-        self._states: list[State] = []
+        self._states: list[WarmState] = []
         """Those asked for lately, the last one last."""
-        self._live: dict[Sandbox, Request] = {}
+        self._live: dict[Sandbox, RoomRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._evicted: Sandbox | None = None
         """A warm sandbox that is ending, to make room."""
@@ -78,7 +78,9 @@ class SandboxPool(SandboxHost):
             raise SandboxUnavailable(f"a sandbox can never start: {reason}")
         state = self._used(spec, origin)
         while True:
-            request = Start(spec.labels.get(TASK, ""), spec.limits, state, asyncio.get_running_loop().create_future())
+            request = StartRequest(
+                spec.labels.get(TASK, ""), spec.limits, state, asyncio.get_running_loop().create_future()
+            )
             warm = await self._granted(request)
             sandbox = await self._assigned(warm, spec) if warm else await self._begun(request, spec, origin)
             self._keep_warm()
@@ -96,10 +98,12 @@ class SandboxPool(SandboxHost):
             raise
         return warm
 
-    def _used(self, spec: SandboxSpec, origin: FileSnapshot | None) -> State:
+    def _used(self, spec: SandboxSpec, origin: FileSnapshot | None) -> WarmState:
         """The state of a start, which is now the one that was used last."""
         spec = replace(spec, labels={RUN: spec.labels[RUN]} if RUN in spec.labels else {})
-        state = next((one for one in self._states if one.spec == spec and one.origin == origin), State(spec, origin))
+        state = next(
+            (one for one in self._states if one.spec == spec and one.origin == origin), WarmState(spec, origin)
+        )
         if state in self._states:
             self._states.remove(state)
         self._states.append(state)
@@ -107,12 +111,12 @@ class SandboxPool(SandboxHost):
             self._drop(old)
         return state
 
-    def _drop(self, state: State) -> None:
+    def _drop(self, state: WarmState) -> None:
         self._states.remove(state)
         while sandbox := self._ready(state):
             self._spawn(self._end(sandbox))
 
-    def _ready(self, state: State) -> Sandbox | None:
+    def _ready(self, state: WarmState) -> Sandbox | None:
         """A warm sandbox that lives."""
         while state.ready:
             sandbox = state.ready.popleft()
@@ -121,7 +125,7 @@ class SandboxPool(SandboxHost):
             self._ended(sandbox)
         return None
 
-    async def _granted(self, request: Start) -> Sandbox | None:
+    async def _granted(self, request: StartRequest) -> Sandbox | None:
         """Wait for a warm sandbox, or for room (None)."""
         self._admission.ask(request)
         self._admit()
@@ -138,7 +142,7 @@ class SandboxPool(SandboxHost):
 
     def _admit(self) -> None:
         """Serve those whose turn it is, until one has to wait; a warm sandbox of another state ends for it."""
-        while isinstance(request := self._admission.next, Start):
+        while isinstance(request := self._admission.next, StartRequest):
             if request.granted.done():  # cancelled a moment ago
                 self._admission.withdraw(request)
             elif warm := self._ready(request.state):
@@ -166,27 +170,29 @@ class SandboxPool(SandboxHost):
         finally:
             self._ended(sandbox)
 
-    async def _begun(self, request: Request, spec: SandboxSpec, origin: FileSnapshot | None) -> Sandbox:
+    async def _begun(self, request: RoomRequest, spec: SandboxSpec, origin: FileSnapshot | None) -> Sandbox:
         """A sandbox that starts now, in the room of a request, which is free again if it does not."""
-        start: asyncio.Task[Sandbox] | None = None
         try:
             async with self._slots.one():
                 start = self._spawn(self._host.start(spec, origin=origin))
-                done, _ = await asyncio.wait({start}, timeout=self._settings.start_seconds)
+                try:
+                    done, _ = await asyncio.wait({start}, timeout=self._settings.start_seconds)
+                except asyncio.CancelledError:
+                    await asyncio.wait({self._spawn(self._abandon(start))}, timeout=self._settings.start_seconds)
+                    raise
             if not done:
+                self._spawn(self._abandon(start))
                 seconds = self._settings.start_seconds
                 raise SandboxUnavailable(f"a sandbox did not start within {seconds:g} s (sandbox.pool.start_seconds)")
             sandbox = start.result()
         except BaseException:
-            if start:
-                self._spawn(self._abandon(start))
             self._admission.free(request)
             self._admit()
             raise
         self._hold(sandbox, request)
         return sandbox
 
-    def _hold(self, sandbox: Sandbox, request: Request) -> None:
+    def _hold(self, sandbox: Sandbox, request: RoomRequest) -> None:
         """Keep a sandbox's room until it has ended."""
         self._live[sandbox] = request
         sandbox.on_end = lambda: self._ended(sandbox)
@@ -204,13 +210,13 @@ class SandboxPool(SandboxHost):
         """Start what is missing of warm sandboxes, where there is room that nobody waits for."""
         for state in reversed(self._states):
             while len(state.ready) + state.starting < self._settings.warm and not self._closed:
-                request = Request("", state.spec.limits)
+                request = RoomRequest("", state.spec.limits)
                 if not self._admission.try_hold(request):
                     return
                 state.starting += 1
                 self._spawn(self._warmed(state, request))
 
-    async def _warmed(self, state: State, request: Request) -> None:
+    async def _warmed(self, state: WarmState, request: RoomRequest) -> None:
         try:
             sandbox = await self._begun(request, replace(state.spec, seconds_to_live=None), state.origin)
         except SandboxError as error:
@@ -240,7 +246,7 @@ class SandboxPool(SandboxHost):
     async def adopt(self, ticket: Any) -> Sandbox:
         """Take over a sandbox of another process; it lives already, so it does not wait for room."""
         sandbox = await self._host.adopt(ticket)
-        request = Request(sandbox.spec.labels.get(TASK, ""), sandbox.spec.limits)
+        request = RoomRequest(sandbox.spec.labels.get(TASK, ""), sandbox.spec.limits)
         self._admission.hold(request)
         self._hold(sandbox, request)
         return sandbox
@@ -266,7 +272,7 @@ class SandboxPool(SandboxHost):
     async def _end_own(self) -> None:
         """End what waits and what nobody has."""
         self._closed = True
-        while isinstance(request := self._admission.next, Start):
+        while isinstance(request := self._admission.next, StartRequest):
             self._admission.withdraw(request)
             request.granted.set_exception(SandboxUnavailable("the pool of sandboxes is closed"))
         for state in list(self._states):

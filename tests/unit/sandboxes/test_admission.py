@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from goaly.sandboxes.admission import Admission, Request
+from goaly.sandboxes.admission import Admission, RoomRequest
 from goaly.sandboxes.contract import Limits
 
 
@@ -19,16 +19,16 @@ class Model:
         self.memory = self.random.choice([None, 1000, 3000])
         self.disk = self.random.choice([None, 500])
         self.admission = Admission(self.most, self.memory, self.disk)
-        self.waiting: list[Request] = []
-        self.live: list[Request] = []
-        self.passed: dict[Request, list[str]] = {}
+        self.waiting: list[RoomRequest] = []
+        self.live: list[RoomRequest] = []
+        self.passed: dict[RoomRequest, list[str]] = {}
         """The tasks that were served since a request is the first of its task."""
 
     def step(self) -> None:
         match self.random.choice(["ask", "ask", "end", "withdraw"]):
             case "ask":
                 limits = Limits(memory_mib=self.random.randint(1, 1000), disk_mib=self.random.randint(1, 500))
-                request = Request(self.random.choice("abc"), limits)
+                request = RoomRequest(self.random.choice("abc"), limits)
                 assert self.admission.too_large(limits) is None
                 self.admission.ask(request)
                 self.waiting.append(request)
@@ -41,7 +41,7 @@ class Model:
             self.served(request)
         self.check()
 
-    def served(self, request: Request) -> None:
+    def served(self, request: RoomRequest) -> None:
         assert request is next(one for one in self.waiting if one.task == request.task), "a task's requests in turn"
         self.waiting.remove(request)
         self.live.append(request)
@@ -50,7 +50,7 @@ class Model:
             others = [task for task in self.passed[first] if task != first.task]
             assert len(others) == len(set(others)), f"{first.task} waited while another task had two turns: {others}"
 
-    def firsts(self) -> list[Request]:
+    def firsts(self) -> list[RoomRequest]:
         return [next(one for one in self.waiting if one.task == task) for task in {one.task for one in self.waiting}]
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ def test_bounds_hold_tasks_take_turns_and_nobody_waits_for_an_empty_pool(seed: i
     while model.live:
         model.admission.free(model.live.pop())
     assert model.admission.admit() is None
-    assert model.admission.try_hold(Request("", Limits(memory_mib=1000, disk_mib=500)))
+    assert model.admission.try_hold(RoomRequest("", Limits(memory_mib=1000, disk_mib=500)))
 
 
 def test_a_request_that_alone_is_above_the_bounds_is_named():
@@ -86,7 +86,7 @@ def test_a_request_that_alone_is_above_the_bounds_is_named():
 
 def test_what_lives_already_is_counted_beyond_the_bounds():
     admission = Admission(1)
-    adopted, waiting = Request("a", Limits()), Request("b", Limits())
+    adopted, waiting = RoomRequest("a", Limits()), RoomRequest("b", Limits())
     assert admission.try_hold(waiting)
     admission.hold(adopted)
     admission.free(waiting)

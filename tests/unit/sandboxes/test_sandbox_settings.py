@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from goaly.base.errors import ConfigError
-from goaly.sandboxes.contract import Limits
+from goaly.sandboxes.contract import Limits, SandboxUnavailable
 from goaly.sandboxes.opening import open_host
-from goaly.sandboxes.settings import SandboxSettings
+from goaly.sandboxes.settings import PoolSettings, SandboxSettings
 
 
 def test_a_root_must_be_an_absolute_folder_that_exists(tmp_path: Path):
@@ -23,7 +23,8 @@ def test_limits_are_checked_with_the_name_of_their_key():
 
 
 async def test_a_sandbox_starts_as_the_settings_say():
-    settings = SandboxSettings(limits=Limits(memory_mib=256, disk_mib=8, processes=32), seconds_unowned=7)
+    limits, pool = Limits(memory_mib=256, disk_mib=8, processes=32), PoolSettings(memory_gib=1.0)
+    settings = SandboxSettings(limits=limits, seconds_unowned=7, pool=pool)
     host = await open_host(settings)
     try:
         spec = settings.spec(workdir="/tmp", labels={"task": "a"})
@@ -32,5 +33,7 @@ async def test_a_sandbox_starts_as_the_settings_say():
         result = await sandbox.run("pwd; head -c 20M /dev/zero > /tmp/x")
         assert result.stdout.text() == "/tmp\n"
         assert b"No space left" in result.stderr.head
+        with pytest.raises(SandboxUnavailable, match="can never start"):
+            await host.start(settings.spec(limits=Limits(memory_mib=2048)))
     finally:
         await host.close()
