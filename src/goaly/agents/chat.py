@@ -3,14 +3,17 @@
 `docs/agents.md` has an example with tools.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from goaly.agents.answer_parser import AnswerParser
+from goaly.agents.conversation import Conversation
 from goaly.agents.session import Session, SessionExhausted
 from goaly.agents.turn import RecordedTurn
 from goaly.base.errors import EpisodeError
+from goaly.environments.protocol import EnvironmentFailed
 from goaly.generate.policy import ContextFull, Policy
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Message
@@ -28,6 +31,8 @@ class Chat:
         self._parser = parser
         self._tools = tools
         self._said: list[tuple[Message, RecordedTurn]] = []
+        self._said_before = deque(turn for turn in session.turns if turn.key is None)
+        """What the same episode said in a worker that died; it says it again first."""
         self.was_refused = False
         """Whether `say` has raised because a limit was reached, after its last answer: the script knows of it."""
 
@@ -43,6 +48,8 @@ class Chat:
         """The policy's answer to these messages. If they extend an earlier chat, the policy sees the tokens of that as
         they were; `sampling`, `trained` and `changes` are those of `Policy.sample`."""
         tools = self._tools if tools is None else tools
+        if self._said_before:
+            return self._again(Conversation.of([message.as_dict() for message in messages], tools))
         try:
             with self.session.sampling(trained=trained):
                 said = [message.as_dict() for message in messages]
@@ -60,6 +67,26 @@ class Chat:
         self.was_refused = False
         self._said.append((answer, turn))
         return answer
+
+    def _again(self, request: Conversation) -> Message:
+        turn = self._said_before.popleft()
+        if request.digests != turn.request.digests:
+            raise EnvironmentFailed(
+                f"an episode that goes on said something else than before: {turn.request.messages[-1].key[:200]!r} was "
+                f"the last message, now it is {request.messages[-1].key[:200]!r}"
+            )
+        answer = Message.of(turn.message)
+        self._said.append((answer, turn))
+        return answer
+
+    @property
+    def marks(self) -> Mapping[str, Any]:
+        """What `mark` keeps, also of a worker that died, if the episode is `resumable`."""
+        return self.session.marks
+
+    def mark(self, name: str, value: Any) -> None:
+        """Keep a JSON value by which the episode can go on in another worker, such as the name of its sandbox."""
+        self.session.mark(name, value)
 
     def credited(self, answer: Message, reward: float) -> None:
         """Give a process reward to the turn that returned this message, and to its consequences."""

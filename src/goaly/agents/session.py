@@ -1,10 +1,7 @@
 """A session: the tree of everything that the policy sampled for one episode of an agent.
 
-Consumes requests (messages, tools) and completions; produces the prompt of each request, and the episode's
-trajectories. `docs/agents.md` draws the tree. No I/O: the gateway sends the requests and keeps the time.
-
-Recorded turns and requests under way never exceed the limits together. An ended session takes none, and no reward
-either: its log is complete.
+It finds the prompt of each request, and makes the episode's trajectories. `docs/agents.md` draws the tree. No I/O: the
+gateway sends the requests and keeps the time. An ended session takes neither turns nor rewards: its log is complete.
 
 Invariants
     agents-1: The prompt of a request is exactly the tokens of its path, the sampled ones as the engine gave them.
@@ -73,14 +70,15 @@ class Session:
         self.ended: SessionEnd | None = None
         self.turns: list[RecordedTurn] = []
         self._sampled_tokens = 0
-        self.overridden_requests = self.left_out_messages = 0
-        """Requests whose sampling parameters were replaced with the run's, and messages that the chat template did not
-        show. Not in the log: a session that goes on in another worker counts again from 0."""
+        self.overridden_requests = self.left_out_messages = 0  # both count again from 0 in another worker
+        """Requests whose sampling parameters were replaced, and messages that the chat template did not show."""
         self.reward: float | None = None
         self.rewarded: set[str | None] = set()
         """The keys of the rewards that it got."""
         self.notes: list[Record] = []
-        """What the episode's script noted; its trajectories carry it into the run's log."""
+        """What the episode's script noted, for the run's log."""
+        self.marks: dict[str, Any] = {}
+        """What the script needs to go on in another worker; gone with the session."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._sample_index = sample_index
@@ -97,9 +95,10 @@ class Session:
     @property
     def tokens_left(self) -> int | None:
         """The most tokens that an answer may have by the session's limit; None: it has none."""
-        if self.limits.tokens is None:
-            return None
-        return max(1, self.limits.tokens - self._sampled_tokens)  # a parallel answer may have taken the rest
+        most = self.limits.tokens
+        return (
+            None if most is None else max(1, most - self._sampled_tokens)
+        )  # a parallel answer may have taken the rest
 
     @contextmanager
     def sampling(self, answers: int = 1, *, trained: bool = True) -> Iterator[None]:
@@ -153,8 +152,8 @@ class Session:
         return Continuation(parent=None, request=request, rendered=rendered, context=context)
 
     def extend_text(self, prompt: str | Sequence[int], room: Room | None = None) -> Continuation:
-        """The place of a prompt without messages, given as text or tokens, in the tree: it continues the turn with the
-        longest path that it begins with. Records nothing."""
+        """The place of a prompt without messages in the tree: it continues the turn with the longest path that begins
+        it. Records nothing."""
         text = prompt if isinstance(prompt, str) else self._chat.decode(prompt, skip_special_tokens=False)
         plain = [turn for turn in self.turns if turn.request.messages[0].role == PLAIN]
         for turn in sorted(plain, key=lambda turn: -len(turn.path())):
@@ -252,8 +251,7 @@ class Session:
         self._reward({"kind": "credit", "key": key, "turns": [turn.number for turn in turns], "reward": value})
 
     def add_reward(self, reward: float, key: str | None = None) -> None:
-        """Add to the reward of the whole episode, for an agent that knows it better than the script. `key` is as in
-        `record`."""
+        """Add to the reward of the whole episode, which its agent may know best. `key` is as in `record`."""
         self._reward({"kind": "reward", "key": key, "reward": reward_value(reward, self._prompt_id)})
 
     def note(self, note: Mapping[str, Any]) -> None:
@@ -262,16 +260,20 @@ class Session:
             self.notes.append({**note, "after": len(self.turns)})
             self._write({"kind": "note", "note": self.notes[-1]})
 
+    def mark(self, name: str, value: Any) -> None:
+        """Keep a JSON value for a worker that takes over, in place of an earlier one of this name."""
+        self.marks[name] = value
+        self._write({"kind": "mark", "name": name, "value": value})
+
     def end(self, how: SessionEnd) -> None:
-        """Refuse further requests. Only the first call counts. A session that is complete, but was refused something by
-        its limits, is truncated."""
+        """Refuse further requests; only the first call counts. One that is complete, but `exhausted`, is truncated."""
         if self.ended is None:
             self.ended = SessionEnd.TRUNCATED if how is SessionEnd.COMPLETE and self.exhausted else how
             self._write({"kind": "end", "how": self.ended.value})
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:
-        """One for each leaf, in the order of their last turns, each with this reward for the whole of it, in addition
-        to the process rewards of the turns that it trains; None is the sum of what `add_reward` got.
+        """One for each leaf, in the order of their last turns, each with this reward in addition to the process rewards
+        of the turns that it trains; None is the sum of what `add_reward` got.
 
         A turn that several leaves share is trained in the one that follows the first recorded turn at each fork
         (agents-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless
@@ -296,6 +298,7 @@ class Session:
         """Records of which `replay` makes a session of the same turns and rewards, if it has no penalty of its own."""
         yield from (turn.record() for turn in self.turns)
         yield from ({"kind": "note", "note": note} for note in self.notes)
+        yield from ({"kind": "mark", "name": name, "value": value} for name, value in self.marks.items())
         for number, reward in enumerate(self._credits):
             if reward:
                 yield {"kind": "credit", "key": None, "turns": [number], "reward": reward}
@@ -316,20 +319,20 @@ class Session:
                     self._add_reward(record)
                 case "note":
                     self.notes.append(record["note"])
+                case "mark":
+                    self.marks[record["name"]] = record["value"]
                 case "refused":
                     self._refused.add(record["by"])
                 case "end":
                     self.ended = SessionEnd(record["how"])
                 case other:
-                    raise ValueError(f"kind={other!r}: must be turn, credit, reward, note, refused or end")
+                    raise ValueError(f"kind={other!r}: must be turn, credit, reward, note, mark, refused or end")
         return self
 
     def _leaves(self) -> list[RecordedTurn]:
         leaves = [turn for turn in self.turns if turn.number not in self._continued]
-        counted = [
-            leaf for leaf in leaves if any(turn.trained or self._credits[turn.number] for turn in own_turns(leaf))
-        ]
-        return counted or leaves
+        counts = [any(turn.trained or self._credits[turn.number] for turn in own_turns(leaf)) for leaf in leaves]
+        return [leaf for leaf, has in zip(leaves, counts, strict=True) if has] or leaves
 
     def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
         """The turn with the longest conversation that begins the request, and the request with its messages. Of several

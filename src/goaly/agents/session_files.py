@@ -7,9 +7,10 @@ Sessions of a controller that ended are not continued: the policy may be an olde
 
 Invariants
     agents-7: A session that goes on in another worker has all turns, rewards and keys of the first that came by HTTP.
-        The same requests, sent again, get the same answers (agents-6). The episode's own code repeats its requests.
-        Requests that continued these, or came after one at the same turn, are sampled again too, as are those after a
-        record that could not be written.
+        The same requests, sent again, get the same answers (agents-6). The episode's own code repeats its requests,
+        unless it is `resumable`: then it has its turns, notes and marks, too, and `say` returns these turns first.
+        Otherwise requests that continued these, or came after one at the same turn, are sampled again, as are those
+        after a record that could not be written.
 """
 
 import json
@@ -52,24 +53,25 @@ class SessionFiles:
         """Whether the group of the session with this name has not ended."""
         return (self._folder / f"{name}.jsonl").exists()
 
-    def begin(self, name: str) -> list[Record]:
-        """Begin the session with this name, and return its records of an earlier worker."""
+    def begin(self, name: str, *, own: bool = False) -> list[Record]:
+        """Begin the session with this name, and return its records of an earlier worker; `own`: also those of what the
+        episode's own code did."""
         (self._folder / f"{name}.jsonl").touch()
-        return self.records(name)
+        return self.records(name, own=own)
 
     def attempt(self, name: str) -> int:
         """The attempt at the episode with this name that an earlier worker was at; 0 if it had not begun again."""
         later = self._folder.glob(f"{name}.retry*.jsonl")
         return max((int(path.stem.rpartition("retry")[2]) for path in later), default=0)
 
-    def records(self, name: str) -> list[Record]:
-        """The records of an earlier worker for the session with this name."""
+    def records(self, name: str, *, own: bool = False) -> list[Record]:
+        """The records of an earlier worker for the session with this name, as `begin` has them."""
         path = self._folder / f"{name}.jsonl"
         if not path.exists():
             return []
         lines = path.read_bytes()
         whole = lines[: lines.rfind(b"\n") + 1]  # the worker may have died while it wrote
-        records = _by_http([json.loads(line) for line in whole.splitlines()])
+        records = _kept([json.loads(line) for line in whole.splitlines()], own)
         kept = path.with_suffix(".kept")
         kept.write_text("".join(json.dumps(record) + "\n" for record in records))
         kept.replace(path)
@@ -93,8 +95,8 @@ class SessionFiles:
         (self._folder / f"{name}.jsonl").unlink(missing_ok=True)
 
 
-def _by_http(records: list[Record]) -> list[Record]:
-    """The records of what came by HTTP and depends on nothing else, with new numbers of turns."""
+def _kept(records: list[Record], own: bool) -> list[Record]:
+    """The records of what came by HTTP and depends on nothing else, or of all turns, with new numbers of turns."""
     kept: list[Record] = []
     numbers: list[int | None] = []
     """The new number of each turn; None: it is dropped."""
@@ -105,7 +107,7 @@ def _by_http(records: list[Record]) -> list[Record]:
             case "turn":
                 before = record["parent"]
                 parent = None if before is None else numbers[before]
-                if record["key"] is None or before in left or (parent is None) != (before is None):
+                if (record["key"] is None and not own) or before in left or (parent is None) != (before is None):
                     numbers.append(None)
                     left |= set() if before is None else {before}
                     continue
@@ -118,6 +120,8 @@ def _by_http(records: list[Record]) -> list[Record]:
             case "reward" if record["key"] is not None:
                 kept.append(record)
             case "refused" if None not in numbers:
+                kept.append(record)
+            case "note" | "mark" if own:
                 kept.append(record)
     return kept
 

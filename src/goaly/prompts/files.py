@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +24,6 @@ from goaly.prompts.template import text_of
 
 DEFAULT = ColumnSettings()
 _OWN_KEYS = ("id", "source", "messages", "prompt", "answer", "tools")
-_MESSAGE_KEYS = {key.name for key in fields(Message)} - {"extra"}
 
 
 def read_prompts(
@@ -154,6 +152,4 @@ def _message(entry: Mapping[str, Any]) -> Message:
     """A message with all keys of its record; a Parquet file has None for missing keys."""
     content = entry["content"] if "tool_calls" not in entry else entry.get("content")
     text_of("" if content is None else content)
-    said = {key: value for key, value in entry.items() if value is not None and key != "content"}
-    named = {key: said.pop(key) for key in list(said) if key in _MESSAGE_KEYS}
-    return Message(**named, content=content, extra=said)
+    return Message.of({**entry, "content": content})

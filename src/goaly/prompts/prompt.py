@@ -46,6 +46,13 @@ class Message:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other keys for the template."""
 
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> "Message":
+        """The message that has the keys of this object, of which None counts as absent."""
+        said = {key: value for key, value in entry.items() if value is not None}
+        named = {key: said.pop(key) for key in cls.__slots__ if key in said and key != "extra"}
+        return cls(**named, extra=said)
+
     def as_dict(self) -> dict[str, Any]:
         """The message for a template, without keys that are None, except `content`."""
         shown = {"role": self.role, "content": self.content}

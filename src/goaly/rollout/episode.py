@@ -93,6 +93,21 @@ EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Traject
 """A script's `episode`. It may make several trajectories, of which each has the episode's reward."""
 
 
+def resumable(episode: EpisodeFunction) -> EpisodeFunction:
+    """Say of an episode that it goes on in another worker when its own died: there `context.chat.say` first returns
+    what was said, and `context.chat.marks` is what the script has done. It must say the same, and do nothing twice."""
+    vars(episode)[_RESUMABLE] = True
+    return episode
+
+
+def is_resumable(episode: EpisodeFunction) -> bool:
+    """Whether `resumable` was said of an episode."""
+    return hasattr(getattr(episode, "func", episode), _RESUMABLE)  # or of that of a partial one
+
+
+_RESUMABLE = "goes_on_in_another_worker"
+
+
 def trajectories_of(made: Any) -> tuple[Trajectory, ...]:
     """The trajectories that an episode has returned; EpisodeError if it returned something else."""
     trajectories = tuple(made) if isinstance(made, Sequence) else (made,)

@@ -32,7 +32,7 @@ from goaly.generate.router import Router
 from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.cut_off_reward import NoneFinished, settled
-from goaly.rollout.episode import EpisodeContext, EpisodeFunction, trajectories_of
+from goaly.rollout.episode import EpisodeContext, EpisodeFunction, is_resumable, trajectories_of
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.running_episodes import (
     EpisodeTimeout,
@@ -257,7 +257,7 @@ class GroupRunner:
             log=partial(files.write, name) if is_recorded else None,
         )
         if is_recorded:
-            session.replay(files.begin(name))
+            session.replay(files.begin(name, own=is_resumable(self.episode)))
             running.policy.go_on_after(len(session.turns))
         return session
 

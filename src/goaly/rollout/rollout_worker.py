@@ -35,7 +35,7 @@ from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.reward.settings import RewardSettings
 from goaly.reward.verifier_pool import Judge
-from goaly.rollout.episode import EpisodeFunction
+from goaly.rollout.episode import EpisodeFunction, is_resumable
 from goaly.rollout.failed_episodes import FAILED_FOLDER, FailedEpisodes
 from goaly.rollout.group_runner import GroupRunner, GroupSummary
 from goaly.rollout.running_episodes import GroupProgress
@@ -98,8 +98,8 @@ class RolloutWorker(Actor):
         `max_context` is the limit on prompt and answer together: the smaller of the generator's and a packed row's.
         That of evaluations is `evaluation_context`, the generator's; None: the same one. Among replicas of equal load
         the router prefers `first_replica`; each worker should have a different one, which also decides its port.
-        `sessions` is the folder of the run's sessions that are reached by HTTP, beside that of failed episodes, and
-        `listener` the name of the socket that the controller keeps for them.
+        `sessions` is the folder of the run's sessions that may go on in another worker, beside that of failed episodes,
+        and `listener` the name of the socket that the controller keeps for them.
         """
         self._chat = ChatTokenizer(tokenizer, chat)
         self._parser = AnswerParser(self._chat, chat)
@@ -111,16 +111,18 @@ class RolloutWorker(Actor):
             judge, self._verifiers = _RemoteRewards(rewards, name), None
         self._watchdog = None if settings.blocked_seconds is None else LoopWatchdog(settings.blocked_seconds)
         self._requests = NamedTasks()  # rollout-9
-        self._gateway, files = None, None
+        run_episode: EpisodeFunction = cloudpickle.loads(episode)
+        is_recorded = settings.endpoint is not None or is_resumable(run_episode)
+        files = SessionFiles(sessions) if is_recorded and sessions is not None else None
+        self._gateway = None
         if settings.endpoint is not None:
             from goaly.agents.gateway import Gateway  # imports starlette
 
-            files = None if sessions is None else SessionFiles(sessions)
             longest = evaluation_context or max_context  # each session's own limit is its policy's
             self._gateway = Gateway(settings.endpoint, first_replica, tokenizer, longest, files, listener)
         self._runner = GroupRunner(
             name=name,
-            episode=cloudpickle.loads(episode),
+            episode=run_episode,
             settings=settings,
             sampler=self._router,
             report=self._report,

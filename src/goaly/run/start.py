@@ -35,7 +35,7 @@ from goaly.plan.dry_run import placed, spare_on
 from goaly.plan.placement import Processes, processes
 from goaly.plan.run_config import RunConfig
 from goaly.plan.spare_memory import with_spare
-from goaly.rollout.episode import EpisodeFunction
+from goaly.rollout.episode import EpisodeFunction, is_resumable
 from goaly.rollout.rollout_worker import RolloutWorker, pickled
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.hosts import Hosts
@@ -96,7 +96,7 @@ async def started(
         async with asyncio.TaskGroup() as owned:
             run.tasks = owned
             watch = owned.create_task(run.alive())
-            await _bring_up(run, hosts, planned, pickled(episode))
+            await _bring_up(run, hosts, planned, episode)
             run.keepers.append(owned.create_task(run.generators.supervise()))
             yield run
             await run.trainer.save_newest()  # if the script ended before the last step
@@ -116,7 +116,7 @@ async def started(
             await _take_down(run, hosts, status)  # run-2
 
 
-async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], episode: bytes) -> None:
+async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], episode: EpisodeFunction) -> None:
     """Spawn all processes, create the stages from the hub to the generators, and start them all at once."""
     config = run.config
     checkpoints = Checkpoints(run.run_dir / CHECKPOINT_FOLDER)
@@ -133,7 +133,10 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     if endpoint is not None and config.hosts.job == "local":
         run.listeners = Listeners(endpoint, config.rollout.workers)
     has_address = endpoint is not None and (run.listeners is not None or endpoint.port != 0)
-    roles = RunActors(config, hosts, planned, places, episode, sessions, run.listeners.names if run.listeners else ())
+    goes_on = is_resumable(episode)
+    roles = RunActors(
+        config, hosts, planned, places, pickled(episode), sessions, run.listeners.names if run.listeners else ()
+    )
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
@@ -156,8 +159,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         [ReplaceableActors(*one) for one in workers.items()],
         run.say,
         run.backlog,
-        fixed=has_address,
-        sessions=None if endpoint is None else sessions,
+        fixed=has_address or goes_on,
+        sessions=sessions if endpoint is not None or goes_on else None,
     )
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
