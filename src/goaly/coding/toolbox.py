@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from goaly.coding.pytest_bundle import FOLDER, OLDEST, PYTHON, bundle, own_interpreter
@@ -13,6 +14,8 @@ from goaly.coding.task import TaskProblem
 from goaly.sandboxes.contract import FileSnapshot, SandboxSpec
 from goaly.sandboxes.sandbox import DEFAULTS, Sandbox, SandboxHost
 
+RUNNER: Final = f"{FOLDER}/suite_runner.py"
+"""The program that runs suites, in sandboxes."""
 PROBE: Final = """
 import json, sys
 try:
@@ -44,6 +47,8 @@ async def find_tools(host: SandboxHost, spec: SandboxSpec) -> Toolbox:
     """The Python with pytest of a root, or one that is laid into it."""
     sandbox = await host.start(replace(spec, workdir="/", user=0))
     try:
+        program = Path(__file__).with_name("suite_runner.py").read_bytes()
+        await sandbox.write(RUNNER, program)
         path = spec.environment.get("PATH", DEFAULTS["PATH"])
         found = None
         for name in ("python", "python3"):

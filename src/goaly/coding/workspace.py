@@ -28,6 +28,7 @@ from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.settings import SandboxSettings
 
+TESTER: Final = 1001
 MOST_NEW_BYTES: Final = 64 << 20
 """Most bytes that a workdir may have beside twice its clean files, with git's."""
 
@@ -42,11 +43,21 @@ class _Held:
 class Workspaces:
     """Clean states of tasks at one host. The last `kept` ones that were used stay there."""
 
-    def __init__(self, host: SandboxHost, settings: SandboxSettings, *, kept: int = 256, user: int = AGENT) -> None:
+    def __init__(
+        self,
+        host: SandboxHost,
+        settings: SandboxSettings,
+        *,
+        kept: int = 256,
+        user: int = AGENT,
+        tester: int = TESTER,
+    ) -> None:
         self.host = host
         self.settings = settings
         self.user = user
         """Agents work as this user, if their task's files do not belong to another one."""
+        self.tester = tester
+        """Hidden tests run as this user, to whom the files do not belong."""
         self._kept = kept
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._tools: dict[object, asyncio.Task[Toolbox]] = {}

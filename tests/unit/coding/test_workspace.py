@@ -5,7 +5,6 @@ import io
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,23 +21,9 @@ from goaly.sandboxes.contract import Entry
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.settings import SandboxSettings
+from tests.unit.coding.conftest import folder_of
 
 SUITE = TestSuite(fail_to_pass=("tests/test_x.py::test_x",))
-
-
-@pytest.fixture
-async def workspaces(host: NamespaceHost) -> AsyncIterator[Workspaces]:
-    opened = Workspaces(host, SandboxSettings())
-    yield opened
-    await opened.close()
-
-
-def folder_of(tmp_path: Path, files: Mapping[str, str]) -> Path:
-    folder = tmp_path / "repository"
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""The report of a suite: the job for the process in the sandbox, and what its lines mean on this side.
+
+coding-3: a test counts as passed only if its line has the run's nonce, every canary of its file failed, and the process
+ended as a run with failed tests does.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from goaly.coding.task import GradingFailed, TestSuite
+from goaly.sandboxes.contract import CommandResult
+
+TESTS_FAILED: Final = 1
+"""pytest's exit code if tests failed, as the canaries must."""
+BEST_FIRST: Final = ("passed", "xfailed", "skipped", "missing", "failed", "error")
+ENOUGH_TO_FIX: Final = ("passed", "xfailed")
+ENOUGH_TO_KEEP: Final = ("passed", "xfailed", "skipped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRun:
+    """One run of a suite: what the process gets to know, and which of its tests must fail."""
+
+    wanted: Sequence[str]
+    """Ids of tests, canaries among them."""
+    canaries: Mapping[str, str]
+    """The id of a canary by its file."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def job(
+        self,
+        *,
+        workdir: str,
+        files: Sequence[str],
+        own_files: Sequence[str],
+        settings: str,
+        paths: Sequence[str],
+        plugins: Sequence[str],
+    ) -> bytes:
+        """What the runner reads. Without a clue which tests are canaries."""
+        arguments = ["-c", settings, f"--rootdir={workdir}", f"--confcutdir={workdir}", "-p", "no:cacheprovider"]
+        arguments += ["--continue-on-collection-errors", "--maxfail=0", "-q", "--tb=short", "--color=no"]
+        for plugin in plugins:
+            arguments += ["-p", plugin]
+        job = {
+            "nonce": self.nonce,
+            "workdir": workdir,
+            "wanted": sorted(self.wanted),
+            "own_files": list(own_files),
+            "paths": list(paths),
+            "arguments": [*arguments, "--", *files],
+        }
+        return json.dumps(job).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteReport:
+    """What became of each test."""
+
+    outcomes: Mapping[str, str]
+    cheated: str | None
+    complete: bool
+    """Whether the run came to its end."""
+
+
+def read_report(run: SuiteRun, result: CommandResult) -> SuiteReport:
+    """The report of a run that has ended; GradingFailed if it could not begin."""
+    outcomes: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    head = f"{run.nonce} "
+    for line in result.stdout.text().split("\n"):
+        word, _, text = line.removeprefix(head).partition(" ")
+        if not line.startswith(head):
+            continue
+        if word in BEST_FIRST:
+            outcomes[text] = max(word, outcomes.get(text, "passed"), key=BEST_FIRST.index)
+        else:
+            notes.setdefault(word, text)
+    if "begin" not in notes:
+        raise GradingFailed(f"the tests could not begin: exit code {result.exit_code}: {result.stderr.text()[-2000:]}")
+    complete = notes.get("end") == str(result.exit_code) and not result.stdout.omitted
+    return SuiteReport(outcomes=outcomes, cheated=_cheat(run, result, outcomes, notes), complete=complete)
+
+
+def _cheat(run: SuiteRun, result: CommandResult, outcomes: Mapping[str, str], notes: Mapping[str, str]) -> str | None:
+    if "tampered" in notes:
+        return f"code of the repository replaced {notes['tampered']} while the tests ran"
+    canaries = set(run.canaries.values())
+    for file, canary in run.canaries.items():
+        outcome = outcomes.get(canary)
+        if outcome in (*ENOUGH_TO_KEEP, "error"):
+            return f"a test of {file} that must fail ended as {outcome}"
+        passed = [one for one in outcomes if one.startswith(f"{file}::") and outcomes[one] in ENOUGH_TO_KEEP]
+        if outcome is None and passed and "end" in notes:
+            return f"a test of {file} that must fail was not run"
+    if "end" in notes and run.canaries and canaries & outcomes.keys() and result.exit_code != TESTS_FAILED:
+        return f"the run ended with exit code {result.exit_code} although tests failed"
+    return None
+
+
+def judged(suite: TestSuite, report: SuiteReport) -> tuple[dict[str, str], bool]:
+    """The outcome of each expected test, and whether all are as they must be."""
+    found = {one: _outcome(one, report.outcomes) for one in (*suite.fail_to_pass, *suite.pass_to_pass)}
+    fixed = all(found[one] in ENOUGH_TO_FIX for one in suite.fail_to_pass)
+    kept = all(found[one] in ENOUGH_TO_KEEP for one in suite.pass_to_pass)
+    shown = {one: "passed" if outcome == "xfailed" else outcome for one, outcome in found.items()}
+    return shown, fixed and kept and report.complete and report.cheated is None
+
+
+def _outcome(wanted: str, outcomes: Mapping[str, str]) -> str:
+    """The worst of the tests that an id means."""
+    if "[" in wanted and not wanted.endswith("]"):
+        found = [outcome for one, outcome in outcomes.items() if one.startswith(wanted)]
+        return max(found, key=BEST_FIRST.index, default="missing")
+    return outcomes.get(wanted, "missing")
