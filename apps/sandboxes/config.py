@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 
 from goaly.base.access import token_problems, tokens_of
 from goaly.base.config.settings import PositiveFloat, PositiveInt, Section, Settings
-from goaly.sandboxes.settings import ContainerSettings, SandboxSettings
+from goaly.sandboxes.settings import ContainerSettings, PoolSettings, SandboxSettings
 
 TOKENS = "GOALY_SANDBOX_TOKENS"
 """Environment variable with the tokens of clients, separated by commas."""
@@ -68,7 +68,8 @@ class SandboxServerConfig(Settings):
     @property
     def backend_settings(self) -> SandboxSettings:
         """As `open_host` takes them."""
-        return SandboxSettings(backend=self.backend, containers=self.containers)
+        pool = PoolSettings(most=self.sandboxes, memory_gib=self.memory_gib)
+        return SandboxSettings(backend=self.backend, containers=self.containers, pool=pool)
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from token_problems(at, self.host, self.tokens_file, TOKENS)

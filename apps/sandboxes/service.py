@@ -127,9 +127,7 @@ class SandboxService:
             raise
         held = HeldSandbox(sandbox, client, memory_mib, files.layers if files else ())
         self._sandboxes[held.name] = held
-        sandbox.on_end = lambda: self._ended(held)
-        if not sandbox.alive():
-            self._ended(held)
+        sandbox.when_ended(lambda: self._ended(held))
         return held
 
     def held(self, name: str) -> HeldSandbox:

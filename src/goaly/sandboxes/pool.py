@@ -195,9 +195,7 @@ class SandboxPool(SandboxHost):
     def _hold(self, sandbox: Sandbox, request: RoomRequest) -> None:
         """Keep a sandbox's room until it has ended."""
         self._live[sandbox] = request
-        sandbox.on_end = lambda: self._ended(sandbox)
-        if not sandbox.alive():
-            self._ended(sandbox)
+        sandbox.when_ended(lambda: self._ended(sandbox))
 
     def _ended(self, sandbox: Sandbox) -> None:
         if sandbox is self._evicted:

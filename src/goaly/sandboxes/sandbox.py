@@ -26,13 +26,18 @@ class Sandbox(ABC):
     spec: SandboxSpec
     ticket: Any
     """Names it to another process, whose host adopts it by this; it can be pickled."""
-    on_end: Callable[[], None] | None = None
-    """Called once when it has ended, stopped or died: a pool gives its place to the next."""
+    _on_end: tuple[Callable[[], None], ...] = ()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call this once when it has ended, stopped or died; now, if it has."""
+        self._on_end += (call,)
+        if not self.alive():
+            self.ended()
 
     def ended(self) -> None:
         """Backends say so as soon as it has ended, whatever ended it."""
-        call, self.on_end = self.on_end, None
-        if call:
+        calls, self._on_end = self._on_end, ()
+        for call in calls:
             call()
 
     async def assign(self, spec: SandboxSpec) -> None:

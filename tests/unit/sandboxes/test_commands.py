@@ -215,7 +215,7 @@ async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(
     for stop in (True, False):
         sandbox = await host.start(SandboxSpec(limits=SMALL))
         told = asyncio.Event()
-        sandbox.on_end = lambda told=told: (ends.append(1), told.set())
+        sandbox.when_ended(lambda told=told: (ends.append(1), told.set()))
         if stop:
             await sandbox.stop()
         else:

@@ -66,10 +66,9 @@ def of_task(task: str) -> SandboxSpec:
 
 
 def told_of_the_end(sandbox: Sandbox) -> asyncio.Event:
-    """Set when the sandbox has ended, beside what the pool does then."""
-    ended, pool = asyncio.Event(), sandbox.on_end
-    assert pool
-    sandbox.on_end = lambda: (pool(), ended.set())
+    """Set when the sandbox has ended."""
+    ended = asyncio.Event()
+    sandbox.when_ended(ended.set)
     return ended
 
 

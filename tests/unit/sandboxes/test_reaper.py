@@ -142,7 +142,7 @@ async def test_a_sandbox_ends_when_its_time_to_live_is_over_with_and_without_a_c
     await client.leave()
     owned = await host.start(SandboxSpec(limits=SMALL, seconds_to_live=0.3))
     ended = asyncio.Event()
-    owned.on_end = ended.set
+    owned.when_ended(ended.set)
     async with asyncio.timeout(SECONDS):
         await ended.wait()
     assert not owned.alive()
@@ -156,7 +156,7 @@ async def test_an_assigned_sandbox_has_new_labels_and_a_new_time_to_live(host: N
     assert next(one.labels for one in live_sandboxes() if one.pid == sandbox.pid) == {"task": "a"}
     assert sandbox.spec.labels == {"task": "a"}
     ended = asyncio.Event()
-    sandbox.on_end = ended.set
+    sandbox.when_ended(ended.set)
     await sandbox.assign(replace(spec, seconds_to_live=0.2))
     async with asyncio.timeout(SECONDS):
         await ended.wait()
