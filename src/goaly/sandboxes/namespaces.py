@@ -96,8 +96,15 @@ class NamespaceHost(SandboxHost):
         """Take over a sandbox of another client, with its files and background processes as they are."""
         answer = await self._channel.ask("A", number=ticket.number)
         sandbox = NamespaceSandbox(self, ticket, answer[3][0])
+        if pipes := answer[3][1:]:
+            command, output_bytes = map(int, answer[2][0].split())
+            await sandbox.go_on_with(command, output_bytes, pipes)
         self._live[ticket.number] = sandbox
         return sandbox
+
+    async def keep(self, ticket: SandboxTicket, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
+        """Leave a command's pipes with the server, for who adopts the sandbox."""
+        await self._channel.ask("K", f"{number} {output_bytes}", fds=pipes, number=ticket.number)
 
     async def leave(self) -> None:
         """Go without ending the sandboxes: each waits `seconds_unowned` for a client that adopts it."""
@@ -180,6 +187,9 @@ class NamespaceSandbox(ResidentSandbox):
 
     def _memory_kills(self) -> int:
         return memory_kills(self.ticket.name)
+
+    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
+        await self._host.keep(self.ticket, number, output_bytes, pipes)
 
     async def snapshot(self) -> FileSnapshot:
         answer = await self._channel.ask("N")

@@ -23,6 +23,9 @@ class ResidentSandbox(Sandbox):
     def __init__(self, spec: SandboxSpec, channel: Channel) -> None:
         self.spec = spec
         self._processes: dict[int, Process] = {}
+        self._pipes: dict[int, tuple[int, Sequence[int]]] = {}
+        """The output's bound and the pipes of each command on this side."""
+        self._kept: Process | None = None
         self._kills = self._memory_kills()
         self._channel = channel
         self._channel.on_event = self._event
@@ -102,24 +105,48 @@ class ResidentSandbox(Sandbox):
     ) -> Process:
         """Ask for a process. `ours` are its pipes on this side; `theirs` are closed here."""
         number = self._channel.new_id()
-        process = Process.of_pipes(
-            *ours[:3],
-            output_bytes=most,
-            kill=lambda signal_number, keep: self._kill(number, signal_number, keep),
-            out_of_memory=self._killed_for_memory,
-            extra=ours[3:],
-        )
-        self._processes[number] = process
+        process = self._process(number, most, ours)
         try:
             self._channel.send(op, number, *fields, fds=theirs)
         except BaseException:
-            del self._processes[number]
+            self._forget(number)
             process.close()
             raise
         finally:
             for fd in theirs:
                 os.close(fd)
         return process
+
+    def _process(self, number: int, most: int, pipes: Sequence[int]) -> Process:
+        process = Process.of_pipes(
+            *pipes[:3],
+            output_bytes=most,
+            kill=lambda signal_number, keep: self._kill(number, signal_number, keep),
+            out_of_memory=self._killed_for_memory,
+            extra=pipes[3:],
+        )
+        self._processes[number], self._pipes[number] = process, (most, pipes)
+        return process
+
+    def _forget(self, number: int) -> None:
+        del self._processes[number], self._pipes[number]
+
+    async def keep(self, process: Process) -> None:
+        number = next((number for number, one in self._processes.items() if one is process), None)
+        if number is not None:
+            await self._keep(number, *self._pipes[number])
+
+    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:  # noqa: B027
+        """Leave a command's pipes where an adopter finds them, if the backend has such a place."""
+
+    async def go_on_with(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
+        """Make a command of an earlier owner the one that is kept."""
+        self._kept = self._process(number, output_bytes, pipes)
+        await self._kill(number, 0, None)  # of one that has ended, its end is said again
+
+    def kept(self) -> Process | None:
+        kept, self._kept = self._kept, None
+        return kept
 
     def alive(self) -> bool:
         return not self._channel.closed
@@ -133,6 +160,9 @@ class ResidentSandbox(Sandbox):
                 process.ended.set_exception(SandboxDied(f"{self._channel.name} has ended"))
                 process.ended.exception()
         self._processes.clear()
+        self._pipes.clear()
+        if self._kept:
+            self._kept.close()
         self.ended()
 
     def _event(self, message: Message) -> None:
@@ -144,7 +174,7 @@ class ResidentSandbox(Sandbox):
             process.ended.set_exception(OSError(int(fields[0]), os.strerror(int(fields[0])), fields[1]))
             process.ended.exception()
         elif op == "X":
-            del self._processes[number]
+            self._forget(number)
             if not process.ended.done():
                 process.ended.set_result(int(fields[0]))
 

@@ -89,6 +89,13 @@ class Sandbox(ABC):
         process = await self.start(command, cwd=cwd, env=env, user=user, output_bytes=output_bytes)
         return await process.communicate(stdin, seconds)
 
+    async def keep(self, process: Process) -> None:  # noqa: B027
+        """Let an adopter go on with this command, where the backend can; of several calls the last counts."""
+
+    def kept(self) -> Process | None:
+        """The command that an earlier owner kept, with all its pipes; None if there is none."""
+        return None
+
     @abstractmethod
     async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
         """Write files, folders and links below a folder of the sandbox, as one of its users."""

@@ -174,6 +174,7 @@ static void end(void) {
         if (commands[i].pid && commands[i].id == id) leader = commands[i].pid;
     if (leader && session) end_session(leader, number);
     else if (leader && kill(-leader, number)) kill(leader, number);   /* it has no group yet */
+    if (!leader) wire_say(control, 'X', id, "255");   /* an earlier owner may have read its end */
     wire_send(control, 'K', m.id, NULL, 0, NULL, 0);
 }
 

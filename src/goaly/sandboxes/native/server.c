@@ -6,8 +6,8 @@
  * when it has neither clients nor sandboxes, FOLDER an empty folder for mounts beside its socket, which is named `server`, FIRST_ID
  * the host's user that is root in every sandbox, or -1: the server's own user.
  *
- * Requests: `H` the client's number and the server's pid, `S` start, `A` attach, `B` assign to another use, `T` terminate, `Q` list, `I` an
- * image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have the request's operation or `E`, and its id; `X` reports the
+ * Requests: `H` the client's number and the server's pid, `S` start, `A` attach, `K` keep a command's pipes for who attaches next,
+ * `B` assign to another use, `T` terminate, `Q` list, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have the request's operation or `E`, and its id; `X` reports the
  * end of a sandbox to the client that has it. */
 #define _GNU_SOURCE
 #include "wire.h"
@@ -43,9 +43,9 @@
 struct box {
     uint32_t id, born;
     pid_t pid;
-    int host_end, client, n_groups;
+    int host_end, client, n_groups, n_kept, kept[WIRE_FDS];
     long long began, keep, until, end;
-    char *labels, *groups[MOST_GROUPS];
+    char command[64], *labels, *groups[MOST_GROUPS];
 };
 
 /* Layers stay as long as the client that brought them, or a sandbox that it started: an adopter may fork that. */
@@ -196,8 +196,27 @@ static void start(int client) {
     boxes[n_boxes++] = box;
 }
 
+static void drop_kept(struct box *box) {
+    while (box->n_kept) close(box->kept[--box->n_kept]);
+}
+
+/* Field: what the client calls the command. Descriptors: its pipes, at most one fewer than fit into a message. */
+static void keep(struct box *box) {
+    drop_kept(box);
+    snprintf(box->command, sizeof box->command, "%s", wire_text(&m));
+    for (int i = 0; i < m.n_fds && i < WIRE_FDS - 1; i++) box->kept[box->n_kept++] = fcntl(m.fds[i], F_DUPFD_CLOEXEC, 0);
+}
+
+static void attach(struct box *box, int client) {
+    int fds[WIRE_FDS] = {box->host_end};
+    memcpy(fds + 1, box->kept, sizeof(int) * (size_t)box->n_kept);
+    box->client = client, box->until = 0;
+    wire_send(client, 'A', m.id, box->command, strlen(box->command) + 1, fds, box->n_kept + 1);
+}
+
 static void end_box(int at) {
     struct box *box = &boxes[at];
+    drop_kept(box);
     while (box->n_groups) rmdir(box->groups[--box->n_groups]), free(box->groups[box->n_groups]);
     close(box->host_end), free(box->labels);
     uint32_t born = box->born;
@@ -287,7 +306,12 @@ static void serve(int client) {
         case 'A':
             errno = ESRCH;
             if (!box) refuse(client, "the sandbox");
-            else box->client = client, box->until = 0, wire_send(client, 'A', m.id, NULL, 0, &box->host_end, 1);
+            else attach(box, client);
+            break;
+        case 'K':
+            errno = ESRCH;
+            if (!box) refuse(client, "the sandbox");
+            else keep(box), wire_send(client, 'K', m.id, NULL, 0, NULL, 0);
             break;
         case 'B':
             errno = ESRCH;
