@@ -136,7 +136,7 @@ class ResidentSandbox(Sandbox):
         if number is not None:
             await self._keep(number, *self._pipes[number])
 
-    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:  # noqa: B027
+    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
         """Leave a command's pipes where an adopter finds them, if the backend has such a place."""
 
     async def go_on_with(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
