@@ -1,11 +1,13 @@
 """The settings of a coding agent: its kind, its tools, its limits, and how an attempt counts that a limit ended."""
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
 from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
+from goaly.coding.task_files import TaskSettings
 
 LEAST_SHOWN = 256
 
@@ -42,6 +44,9 @@ class CodingSettings(Settings):
     reward of `rollout.cut_off_reward`."""
     user: NonNegativeInt = 1000
     """The user of the agent's commands."""
+    tasks: TaskSettings = field(default_factory=TaskSettings)
+    """Where the repositories of tasks come from. `prompts.files` names the tasks, and `prompts.reader` is
+    `goaly.coding.task_files:read_prompts`."""
     changes: bool = True
     """Record which files each turn changed, and how many lines. It runs git after each command."""
 
