@@ -11,6 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # uv does not read pip's own find-links setting. Where none is set, PyTorch's CPU builds come from PyTorch's own index.
 UV_SOURCES := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)",$(if $(filter cpu,$(EXTRA)),UV_TORCH_BACKEND=cpu))
+# Sandboxes need a C compiler once. Where the machine has none, one comes as a package.
+COMMA := ,
+EXTRAS := $(EXTRA) dev $(if $(shell command -v cc gcc clang),,compiler)
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
 .PHONY: install sft grpo eval calculator guessing test test-all gpu check peer docs clean
@@ -22,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints/$(EXTRA).txt $(UV_OVERRIDES)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check uv==0.13.8
 	$(UV_SOURCES) $(VENV)/bin/uv pip install --quiet --python $(RUN) --constraint constraints/$(EXTRA).txt \
-		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(EXTRA),dev]'
+		$(if $(UV_OVERRIDES),--overrides $(UV_OVERRIDES)) --editable '.[$(subst $() ,$(COMMA),$(strip $(EXTRAS)))]'
 	$(RUN) -c "import tests.imported_once, os; os._exit(0)" 2> /dev/null
 	touch $@
 
