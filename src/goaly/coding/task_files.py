@@ -12,6 +12,8 @@ and solutions never go where the agent could see them.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -148,6 +150,21 @@ def task_at(place: TaskPlace, settings: TaskSettings = DEFAULT) -> CodingTask:
         return read_harbor(folder, settings.harbor, root=root)
     task = read_task(folder)
     return task if root is None else replace(task, root=root, image=None)
+
+
+def kept_lines(tasks: TaskFile, ids: Sequence[str], folder: Path) -> str:
+    """A JSONL file in this folder with these tasks: their rows as they are, or the paths of their folders."""
+    from goaly.prompts.blocks import Location, read_record
+
+    lines = []
+    for id in ids:
+        place = tasks.places[id]
+        if place.row is None:
+            lines.append({FOLDER_KEY: os.path.relpath(place.path, folder)})
+        else:
+            with _reading(place.path):
+                lines.append(dict(read_record(Location(place.path, place.row))))
+    return "".join(f"{json.dumps(line, default=str)}\n" for line in lines)
 
 
 def task_of(prompt: Prompt, settings: TaskSettings = DEFAULT) -> CodingTask:

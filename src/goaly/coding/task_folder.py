@@ -26,9 +26,10 @@ KEYS: Final = (*TEXTS, *LISTS, "safe_to_repeat")
 SECTIONS: Final = ("task", "seconds", "limits", "environment", "metadata")
 
 
-def read_task(folder: Path) -> CodingTask:
-    """The task of a folder, named after it; TaskProblem if a file or a value is wrong."""
-    return _TaskFolder(folder).task()
+def read_task(folder: Path, *, without_ids: bool = False) -> CodingTask:
+    """The task of a folder, named after it; TaskProblem if a file or a value is wrong. With `without_ids` the
+    ids of its tests are left out."""
+    return _TaskFolder(folder).task(without_ids)
 
 
 def read_tasks(folder: Path) -> list[CodingTask]:
@@ -44,7 +45,7 @@ class _TaskFolder:
         self.folder = folder
         self.file = folder / "task.toml"
 
-    def task(self) -> CodingTask:
+    def task(self, without_ids: bool) -> CodingTask:
         try:
             sections = tomllib.loads(self.file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -59,7 +60,9 @@ class _TaskFolder:
         self.known("task.", given, KEYS)
         texts = {name: self.text(f"task.{name}", given.get(name)) for name in TEXTS}
         lists = {name: self.texts(f"task.{name}", given.get(name, [])) for name in LISTS}
-        if not lists["fail_to_pass"]:
+        if without_ids:
+            lists |= dict.fromkeys(("fail_to_pass", "pass_to_pass"), ())
+        elif not lists["fail_to_pass"]:
             self.wrong("task.fail_to_pass", given.get("fail_to_pass"), "the ids of at least one test")
         safe_to_repeat = given.get("safe_to_repeat", False)
         if not isinstance(safe_to_repeat, bool):

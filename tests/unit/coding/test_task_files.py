@@ -9,23 +9,16 @@ import pytest
 
 from goaly.coding.swe_format import SweSettings
 from goaly.coding.task import TaskProblem
-from goaly.coding.task_files import PLACE, TaskSettings, load, read_prompts, task_of
+from goaly.coding.task_files import PLACE, TaskSettings, kept_lines, load, read_prompts, task_of
 from goaly.prompts.mixture import distinct_prompts, empty_split, prompt_mixture, unreadable
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import PromptSettings
 from tests.unit.coding.harbor_folders import write_harbor
+from tests.unit.coding.own_folders import write_own
 from tests.unit.coding.swe_rows import row, write_rows
 
 SETTINGS = TaskSettings(swe=SweSettings(image="{id}"))
 READER = "goaly.coding.task_files:read_prompts"
-
-
-def write_own(folder: Path) -> Path:
-    """A task of our own form."""
-    (folder / "repository/tests").mkdir(parents=True)
-    (folder / "repository/tests/test_a.py").write_text("def test_a(): assert False\n")
-    (folder / "task.toml").write_text('[task]\nproblem = "Make it pass."\nfail_to_pass = ["tests/test_a.py::test_a"]\n')
-    return folder
 
 
 def many(tmp_path: Path, count: int = 40) -> Path:
@@ -161,3 +154,15 @@ def test_a_reader_that_is_not_there_or_keys_that_it_does_not_read_are_refused(tm
         (problem,) = settings.problems("prompts.")
         assert says in problem
     assert empty_split(PromptSettings(task=None, files=files, reader=READER), Split.HELD_OUT) is None
+
+
+def test_kept_tasks_are_a_file_of_tasks_again(tmp_path: Path) -> None:
+    write_harbor(tmp_path / "tasks/harbors")
+    write_own(tmp_path / "tasks/own")
+    (tmp_path / "kept").mkdir()
+    for tasks in (load(many(tmp_path), SETTINGS), load(tmp_path / "tasks")):
+        ids = list(tasks.places)[::2]
+        (tmp_path / "kept/good.jsonl").write_text(kept_lines(tasks, ids, tmp_path / "kept"))
+        kept = load(tmp_path / "kept/good.jsonl", SETTINGS)
+        assert list(kept.places) == ids
+        assert [task.tests for task in kept] == [tasks.task(id).tests for id in ids]
