@@ -75,12 +75,13 @@ class NamespaceHost(SandboxHost):
         fields += [round(spec.seconds_unowned * 1000), int(spec.debuggers)]
         hidden = () if origin else spec.hidden_folders
         fields += [len(layers), *layers, len(hidden), *hidden]
+        start = asyncio.ensure_future(self._channel.ask("S", *fields, *groups_of(name, limits), number=number))
         try:
-            answer = await self._channel.ask("S", *fields, *groups_of(name, limits), number=number)
+            answer = await asyncio.shield(start)
         except SandboxError as error:
             raise SandboxUnavailable(f"a sandbox did not start: {error}") from error
         except asyncio.CancelledError:
-            await asyncio.shield(self.terminate(number))
+            await asyncio.shield(self._undo(start, number))
             raise
         sandbox = NamespaceSandbox(
             self, SandboxTicket(number, name, int(answer[2][0]), spec, tuple(layers)), answer[3][0]
@@ -134,6 +135,12 @@ class NamespaceHost(SandboxHost):
     async def forget(self, snapshot: FileSnapshot) -> None:
         """Free the newest layer of a snapshot. Sandboxes that started from it keep it."""
         await self._channel.ask("Z", snapshot.layers[0])
+
+    async def _undo(self, start: asyncio.Future[Message], number: int) -> None:
+        """End a sandbox that nobody wants any more while it starts."""
+        with suppress(SandboxError):
+            os.close((await start)[3][0])
+            await self.terminate(number)
 
     async def assign(self, number: int, spec: SandboxSpec) -> None:
         """Give a sandbox the labels of a spec, and its time to live from now."""
