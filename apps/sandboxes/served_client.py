@@ -56,6 +56,7 @@ class ServedClient:
             "snapshot": self._snapshot,
             "serve": self._listen,
             "stop": self._stop,
+            "release": self._release,
         }
 
     async def run(self) -> None:
@@ -100,7 +101,7 @@ class ServedClient:
 
     async def _adopt(self, call: WireCall) -> Answer:
         await self._service.adopt(self, call.fields["name"])
-        return Answer({})
+        return Answer({"name": call.fields["name"]})
 
     async def _forget(self, call: WireCall) -> Answer:
         self._service.forget(call.fields["name"])
@@ -116,6 +117,10 @@ class ServedClient:
 
     async def _stop(self, held: HeldSandbox, call: WireCall) -> Answer:
         await self._service.end(held)
+        return Answer({})
+
+    async def _release(self, held: HeldSandbox, call: WireCall) -> Answer:
+        self._service.release(self, held)
         return Answer({})
 
     async def _snapshot(self, held: HeldSandbox, call: WireCall) -> Answer:

@@ -145,19 +145,30 @@ class SandboxService:
         if str(spec.root) == "/" and shown:
             raise SandboxUnavailable(f"hidden={spec.hidden}: must have {', '.join(sorted(shown))} at a server")
 
-    async def adopt(self, client: Client, name: str) -> HeldSandbox:
-        """A sandbox, which is this client's from now on (remote-4)."""
+    async def adopt(self, client: Client, name: str) -> None:
+        """A sandbox is this client's from now on (remote-4)."""
         held = self.held(name)
         before, held.owner = held.owner, client
         if held.ending:
             held.ending.cancel()
-        if before is not client:
-            if before is not None:
-                before.loses(name, "another client has adopted it")
+        if before is client:
+            return
+        if before is not None:
+            before.loses(name, "another client has adopted it")
+        try:
             await held.end_calls()
+        except asyncio.CancelledError:
+            self.release(client, held)
+            raise
         if held.owner is not client:
             raise SandboxDied(f"another client has adopted sandbox {name} at the same time")
-        return held
+
+    def release(self, client: Client, held: HeldSandbox) -> None:
+        """A client does not have this sandbox any more: it waits for another."""
+        if held.owner is client:
+            held.owner = None
+            seconds = held.sandbox.spec.seconds_unowned
+            held.ending = self._loop.call_later(seconds, lambda: self._begin(self.end(held)))
 
     async def end(self, held: HeldSandbox) -> None:
         """End a sandbox, and wait until it is gone."""
@@ -226,16 +237,11 @@ class SandboxService:
         """A client has gone: what it had waits for others."""
         self._clients.remove(client)
         for held in self._sandboxes.values():
-            if held.owner is client:
-                held.owner = None
-                held.ending = self._loop.call_later(held.sandbox.spec.seconds_unowned, self._end_unowned, held)
+            self.release(client, held)
         for name, kept in self._snapshots.items():
             kept.owners.discard(client)
             if not kept.owners and kept.ending is None:
                 kept.ending = self._loop.call_later(kept.files.spec.seconds_unowned, self.forget, name)
-
-    def _end_unowned(self, held: HeldSandbox) -> None:
-        self._begin(self.end(held))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         async def logged() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from goaly.sandboxes.contract import (
@@ -55,9 +56,10 @@ class RemoteHost(SandboxHost):
         if not isinstance(origin, RemoteSnapshot):
             raise ValueError(f"the snapshot must be one of a server of sandboxes, not {origin}")
         link = self._link(origin.server)
-        if (error := await link.reach()) is not None:
-            raise SnapshotLost(f"the server of the snapshot cannot be used: {error}")
-        return await self._within(link.start(spec, origin.layers[0], wait=True), [link])
+        while (error := await link.reach()) is None:
+            with suppress(SandboxDied):  # the server was lost: its snapshots may be there if it answers again
+                return await self._within(link.start(spec, origin.layers[0], wait=True), [link])
+        raise SnapshotLost(f"the server of the snapshot cannot be used: {error}")
 
     async def _within(self, starting: Coroutine[Any, Any, RemoteSandbox], links: Sequence[ServerLink]) -> RemoteSandbox:
         try:

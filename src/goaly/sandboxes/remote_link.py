@@ -79,12 +79,7 @@ class ServerLink:
         wire = self._connected_wire()
         self._starting += 1
         try:
-            async with wire.call("start", spec=spec_text(spec), origin=origin, wait=wait) as call:
-                name = (await call.result()).fields["name"]
-        except asyncio.CancelledError:
-            if wire.lost is None and call.answer.done() and not call.answer.exception():  # it came too late
-                wire.call("stop", sandbox=call.answer.result().fields["name"])
-            raise
+            name = await self._named(wire, "start", "stop", spec=spec_text(spec), origin=origin, wait=wait)
         finally:
             self._starting -= 1
         return self._taken(wire, RemoteTicket(self.url, name, spec))
@@ -92,8 +87,19 @@ class ServerLink:
     async def adopt(self, ticket: RemoteTicket) -> RemoteSandbox:
         """Take over a sandbox there."""
         wire = self._connected_wire()
-        await wire.ask("adopt", name=ticket.name)
+        await self._named(wire, "adopt", "release", name=ticket.name)
         return self._taken(wire, ticket)
+
+    async def _named(self, wire: Wire, op: str, undo: str, **fields: Any) -> str:
+        """The name of the sandbox that a call gave this client; `undo` is called if the cancellation came too late."""
+        call = wire.call(op, **fields)
+        try:
+            async with call:
+                return (await call.result()).fields["name"]
+        except asyncio.CancelledError:
+            if wire.lost is None and call.answer.exception() is None:
+                wire.call(undo, sandbox=call.answer.result().fields["name"])
+            raise
 
     async def forget(self, name: str) -> None:
         """Free a snapshot there, if the server still is."""

@@ -14,7 +14,7 @@ import asyncio
 import json
 import struct
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
     blob: bytes = b""
 
 
-Serve = Callable[["WireCall"], Awaitable[Answer]]
+Serve = Callable[["WireCall"], Coroutine[Any, Any, Answer]]
 
 
 class WireCall:
@@ -197,7 +197,7 @@ class Wire:
         self._silent = f"{name} has not answered for {silent_seconds:g} s"
         self._next = 0 if server else 1
         self._calls: dict[int, WireCall] = {}
-        self._served: dict[int, tuple[WireCall, asyncio.Task[None]]] = {}
+        self._served: dict[int, tuple[WireCall, asyncio.Task[Answer]]] = {}
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._changed = asyncio.Event()
@@ -300,7 +300,9 @@ class Wire:
             if number in self._served:
                 raise ValueError(f"call {number} was made twice")
             call = WireCall(self, number, fields["op"], fields, blob)
-            self._served[number] = (call, asyncio.create_task(self._answer(call), name=call.op))
+            task = asyncio.ensure_future(self._serve(call))
+            task.add_done_callback(lambda task: self._answered(call, task))  # also if it is cancelled before it begins
+            self._served[number] = (call, task)
         elif kind in (DATA, ROOM):
             call = self._calls.get(number) or (self._served[number][0] if number in self._served else None)
             if call is not None and kind == DATA:
@@ -313,17 +315,14 @@ class Wire:
             answer = _unpacked(data)
             call.ended(answer if kind == ANSWER else error_of(answer.fields))
 
-    async def _answer(self, call: WireCall) -> None:
-        try:
-            fields, blob = await self._serve(call)
-            self.post(ANSWER, call.number, 0, _packed(fields, blob))
-        except asyncio.CancelledError:
-            self.post(ERROR, call.number, 0, _packed(fields_of(SandboxDied("the call was cancelled"))))
-        except Exception as error:
+    def _answered(self, call: WireCall, task: asyncio.Task[Answer]) -> None:
+        del self._served[call.number]
+        call.ended(Answer({}))
+        error = SandboxDied("the call was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self.post(ANSWER, call.number, 0, _packed(*task.result()))
+        elif isinstance(error, Exception):
             self.post(ERROR, call.number, 0, _packed(fields_of(error)))
-        finally:
-            del self._served[call.number]
-            call.ended(Answer({}))
 
 
 def _packed(fields: Mapping[str, Any], blob: bytes = b"") -> bytes:

@@ -31,6 +31,19 @@ def groups_of_server(identity: str) -> list[str]:
     return [str(group) for tree in hierarchies() for group in tree.root.glob(f"{PREFIX}{identity}-*")]
 
 
+async def process_ended(pid: int) -> None:
+    """Wait for the end of a process that is no child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, gone.set)
+    await asyncio.wait_for(gone.wait(), 20)
+    asyncio.get_running_loop().remove_reader(descriptor)
+    os.close(descriptor)
+
+
 async def first_process(sandbox: Sandbox) -> int:
     """The first process of a sandbox, on this machine: the parent of a command."""
     mark = f"sleep {secrets.randbelow(1 << 40)}"

@@ -17,7 +17,7 @@ from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SandboxUnavailabl
 from goaly.sandboxes.namespaces import NamespaceHost, SandboxTicket
 from goaly.sandboxes.server import servers_folder
 from goaly.sandboxes.shell import Shell
-from tests.unit.sandboxes.conftest import SMALL
+from tests.unit.sandboxes.conftest import SMALL, process_ended
 
 CLIENT = """
 import asyncio, pickle, sys
@@ -35,19 +35,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-async def ended(pid: int) -> None:
-    """Wait for the end of a process that is no child."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(descriptor, gone.set)
-    await asyncio.wait_for(gone.wait(), 20)
-    asyncio.get_running_loop().remove_reader(descriptor)
-    os.close(descriptor)
 
 
 def server_of(pid: int) -> int:
@@ -121,7 +108,7 @@ async def test_a_sandbox_without_a_client_ends_after_its_time(hosts: tuple[Names
     left = await hosts[0].start(SandboxSpec(limits=SMALL, seconds_unowned=1))
     await hosts[0].leave()
     began = time.monotonic()
-    await ended(left.pid)
+    await process_ended(left.pid)
     assert time.monotonic() - began > 0.5
 
 
@@ -143,14 +130,14 @@ async def test_a_client_that_is_killed_leaves_its_sandbox_to_another_and_then_no
     result = await adopted.run("cat /tmp/state; ls /proc | grep -c '^[0-9]'")
     assert result.stdout.text().split() == ["kept", "5"]  # its first process, the job, sh, ls, grep
     await host.close()
-    await ended(server)
+    await process_ended(server)
     assert set(servers_folder().iterdir()) <= before
 
 
 async def test_sandboxes_of_killed_clients_end_with_their_server_after_their_time(name: str):
     before = set(servers_folder().iterdir())
     ticket = await client_of(name, 1)
-    await ended(server_of(ticket.pid))
+    await process_ended(server_of(ticket.pid))
     assert set(servers_folder().iterdir()) <= before
 
 
