@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from apps.sandboxes.served_process import ServedProcess
 from apps.sandboxes.service import HeldSandbox, SandboxService
 from goaly.sandboxes.contract import Entry, SandboxDied
 from goaly.sandboxes.files import EntryReader, stream_of
 from goaly.sandboxes.process import Process
-from goaly.sandboxes.remote_sandbox import EXTRA, STDERR, STDIN, STDOUT, VERSION, result_answer, spec_of
+from goaly.sandboxes.remote_sandbox import STDIN, VERSION, result_answer, spec_of
 from goaly.sandboxes.remote_streams import (
-    StreamForwarder,
     copy_in,
     copy_out,
-    forward_input,
-    forward_output,
     in_parts,
 )
 from goaly.sandboxes.remote_wire import READY, Answer, BinarySocket, Wire, WireCall
@@ -28,8 +25,6 @@ MOST_OUTPUT = 64 << 20
 MOST_DOWNLOAD = 1 << 30
 BATCH = 8 << 20
 """Bytes of an upload that go into a sandbox together."""
-LINGER_SECONDS = 0.05
-"""A process in the background may hold the pipes of a command that has ended."""
 
 
 class ServedClient:
@@ -38,7 +33,7 @@ class ServedClient:
     def __init__(self, service: SandboxService, socket: BinarySocket, silent_seconds: float) -> None:
         self.wire = Wire(socket, self._serve, name="the client", silent_seconds=silent_seconds, server=True)
         self._service = service
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ServedProcess] = {}
         self._of_client: dict[str, Callable[[WireCall], Awaitable[Answer]]] = {
             "hello": self._hello,
             "start": self._start,
@@ -51,6 +46,7 @@ class ServedClient:
             "assign": self._assign,
             "run": self._run,
             "process": self._process,
+            "keep": self._keep,
             "upload": self._upload,
             "download": self._download,
             "snapshot": self._snapshot,
@@ -100,8 +96,8 @@ class ServedClient:
         return Answer({"name": held.name})
 
     async def _adopt(self, call: WireCall) -> Answer:
-        await self._service.adopt(self, call.fields["name"])
-        return Answer({"name": call.fields["name"]})
+        held = await self._service.adopt(self, call.fields["name"])
+        return Answer({"name": held.name, "kept": None if held.kept is None else held.kept.shape})
 
     async def _forget(self, call: WireCall) -> Answer:
         self._service.forget(call.fields["name"])
@@ -141,44 +137,35 @@ class ServedClient:
         return result_answer(await process.communicate(stdin, seconds))
 
     async def _process(self, held: HeldSandbox, call: WireCall) -> Answer:
-        process = await self._begun(held, call, output_bytes=1, extra_pipes=int(call.fields["extra_pipes"]))
-        self._processes[call.number] = process
-        forwarders = [StreamForwarder(process.stdout, call, STDOUT), StreamForwarder(process.stderr, call, STDERR)]
-        works = [forwarder.run() for forwarder in forwarders]
-        works.append(forward_input(call, STDIN, process.write, process.close_stdin))
-        if process.extra_input is not None:
-            works.append(forward_input(call, EXTRA, process.extra_input.write, process.extra_input.close))
-        pumps = [asyncio.create_task(work) for work in works]
-        last = [
-            asyncio.create_task(forward_output(inlet, call, EXTRA + index, forwarders))
-            for index, inlet in enumerate(process.extra_outputs, 1)
-        ]
+        if call.fields["kept"]:
+            served = held.kept
+            if served is None or served.has_client:
+                raise ValueError(f"sandbox {held.name} has no command that was kept for an adopter")
+        else:
+            shape = {name: int(call.fields[name]) for name in ("output_bytes", "extra_pipes")}
+            process = await self._begun(held, call, output_bytes=1, extra_pipes=shape["extra_pipes"])
+            served = ServedProcess(process, shape)
+        self._processes[call.number] = served
         try:
-            await call.send(READY, b"begun")
-            code = await asyncio.shield(process.ended)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_SECONDS):
-                    await asyncio.gather(process.stdout.closed.wait(), process.stderr.closed.wait(), *last)
-            for forwarder in forwarders:
-                await forwarder.flush()
-            return Answer({"code": code, "memory": code == -signal.SIGKILL and process.out_of_memory()})
+            return await served.serve(call)
         except asyncio.CancelledError:
             if self.wire.lost is None and held.owner is self:
-                await process.kill()
+                await served.process.kill()
             raise
         finally:
             del self._processes[call.number]
-            for pump in (*pumps, *last):
-                pump.cancel()
-            try:
-                await asyncio.wait((*pumps, *last))
-            finally:
-                process.close()
+            if held.kept is not served:
+                served.process.close()
+
+    async def _keep(self, held: HeldSandbox, call: WireCall) -> Answer:
+        if served := self._processes.get(call.fields["call"]):
+            held.keep(served)
+        return Answer({})
 
     async def _kill(self, call: WireCall) -> Answer:
-        if process := self._processes.get(call.fields["call"]):
+        if served := self._processes.get(call.fields["call"]):
             number, keep = call.fields["signal"], call.fields["keep"]
-            await (process.kill(number) if keep is None else process.kill_session(keep, number))
+            await (served.process.kill(number) if keep is None else served.process.kill_session(keep, number))
         return Answer({})
 
     async def _upload(self, held: HeldSandbox, call: WireCall) -> Answer:

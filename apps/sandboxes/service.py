@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from apps.sandboxes.capacity import Capacity
 from apps.sandboxes.config import SandboxServerConfig
+from apps.sandboxes.served_process import ServedProcess
 from goaly.sandboxes.contract import (
     USERS_FOLDERS,
     FileSnapshot,
@@ -56,7 +57,15 @@ class HeldSandbox:
         """Ends it, while it has no client."""
         self.calls: set[asyncio.Task[Any]] = set()
         """What its client has asked of it and is not answered yet."""
+        self.kept: ServedProcess | None = None
+        """A command with which an adopter goes on."""
         self.gone = asyncio.Event()
+
+    def keep(self, served: ServedProcess | None) -> None:
+        """Keep this command for an adopter, in place of an earlier one."""
+        before, self.kept = self.kept, served
+        if before is not None and before is not served and not before.has_client:
+            before.process.close()
 
     async def end_calls(self) -> None:
         """End the calls of a former client. Processes that it started by hand stay."""
@@ -145,23 +154,23 @@ class SandboxService:
         if str(spec.root) == "/" and shown:
             raise SandboxUnavailable(f"hidden={spec.hidden}: must have {', '.join(sorted(shown))} at a server")
 
-    async def adopt(self, client: Client, name: str) -> None:
+    async def adopt(self, client: Client, name: str) -> HeldSandbox:
         """A sandbox is this client's from now on (remote-4)."""
         held = self.held(name)
         before, held.owner = held.owner, client
         if held.ending:
             held.ending.cancel()
-        if before is client:
-            return
-        if before is not None:
+        if before is not None and before is not client:
             before.loses(name, "another client has adopted it")
         try:
-            await held.end_calls()
+            if before is not client:
+                await held.end_calls()
         except asyncio.CancelledError:
             self.release(client, held)
             raise
         if held.owner is not client:
             raise SandboxDied(f"another client has adopted sandbox {name} at the same time")
+        return held
 
     def release(self, client: Client, held: HeldSandbox) -> None:
         """A client does not have this sandbox any more: it waits for another."""
@@ -182,6 +191,7 @@ class SandboxService:
         if held.ending:
             held.ending.cancel()
         held.gone.set()
+        held.keep(None)
         if held.owner is not None:
             held.owner.loses(held.name, "it has ended")
         self._capacity.free(held.memory_mib)

@@ -79,23 +79,30 @@ class ServerLink:
         wire = self._connected_wire()
         self._starting += 1
         try:
-            name = await self._named(wire, "start", "stop", spec=spec_text(spec), origin=origin, wait=wait)
+            fields = await self._given(wire, "start", "stop", spec=spec_text(spec), origin=origin, wait=wait)
         finally:
             self._starting -= 1
-        return self._taken(wire, RemoteTicket(self.url, name, spec))
+        return self._taken(wire, RemoteTicket(self.url, fields["name"], spec))
 
     async def adopt(self, ticket: RemoteTicket) -> RemoteSandbox:
         """Take over a sandbox there."""
         wire = self._connected_wire()
-        await self._named(wire, "adopt", "release", name=ticket.name)
-        return self._taken(wire, ticket)
+        fields = await self._given(wire, "adopt", "release", name=ticket.name)
+        sandbox = self._taken(wire, ticket)
+        try:
+            await sandbox.go_on_with(fields["kept"])
+        except asyncio.CancelledError:
+            if wire.lost is None:
+                wire.call("release", sandbox=ticket.name)
+            raise
+        return sandbox
 
-    async def _named(self, wire: Wire, op: str, undo: str, **fields: Any) -> str:
-        """The name of the sandbox that a call gave this client; `undo` is called if the cancellation came too late."""
+    async def _given(self, wire: Wire, op: str, undo: str, **fields: Any) -> Mapping[str, Any]:
+        """What a call says of the sandbox that it gave this client. A cancellation that comes too late calls `undo`."""
         call = wire.call(op, **fields)
         try:
             async with call:
-                return (await call.result()).fields["name"]
+                return (await call.result()).fields
         except asyncio.CancelledError:
             if wire.lost is None and call.answer.exception() is None:
                 wire.call(undo, sandbox=call.answer.result().fields["name"])

@@ -97,6 +97,12 @@ def result_of(answer: Answer) -> CommandResult:
     )
 
 
+class RemoteProcess(Process):
+    """A command of a sandbox of a server."""
+
+    call_number = 0
+
+
 class RemoteSandbox(Sandbox):
     """A sandbox of a server. It died for its client if the connection was lost; the client can adopt it again."""
 
@@ -107,6 +113,7 @@ class RemoteSandbox(Sandbox):
         self._handlers = handlers
         """Of connections from inside, by the number of the call that listens."""
         self._why_ended: str | None = None
+        self._kept: Process | None = None
 
     async def _ask(self, op: str, **fields: Any) -> Answer:
         async with self._call(op, **fields) as call:
@@ -149,8 +156,12 @@ class RemoteSandbox(Sandbox):
         output_bytes: int,
         extra_pipes: int,
     ) -> Process:
-        given = {"command": list(words), "env": dict(variables), "cwd": cwd, "user": user}
-        call = self._call("process", **given, extra_pipes=extra_pipes)
+        given = {"command": list(words), "env": dict(variables), "cwd": cwd, "user": user, "kept": False}
+        call = self._call("process", **given, output_bytes=output_bytes, extra_pipes=extra_pipes)
+        return await self._connected(call, output_bytes, extra_pipes)
+
+    async def _connected(self, call: WireCall, output_bytes: int, extra_pipes: int) -> RemoteProcess:
+        """The command that a call has started."""
         stdout, stderr = RemoteStream(call, STDOUT, output_bytes), RemoteStream(call, STDERR, output_bytes)
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         was_memory = False
@@ -176,7 +187,7 @@ class RemoteSandbox(Sandbox):
             await call.__aexit__()
             raise
         call.answer.add_done_callback(end)
-        return Process(
+        process = RemoteProcess(
             RemoteOutlet(call, STDIN),
             stdout,
             stderr,
@@ -186,6 +197,23 @@ class RemoteSandbox(Sandbox):
             extra_input=RemoteOutlet(call, EXTRA) if extra_pipes else None,
             extra_outputs=[RemoteInlet(call, EXTRA + index) for index in range(1, extra_pipes)],
         )
+        process.call_number = call.number
+        return process
+
+    async def keep(self, process: Process) -> None:
+        if isinstance(process, RemoteProcess):
+            await self._ask("keep", call=process.call_number)
+
+    async def go_on_with(self, kept: Mapping[str, int] | None) -> None:
+        """Connect with the command that the earlier owner kept, if there is one."""
+        if kept is not None:
+            call = self._call("process", kept=True)
+            with suppress(ValueError):  # this client has it already
+                self._kept = await self._connected(call, kept["output_bytes"], kept["extra_pipes"])
+
+    def kept(self) -> Process | None:
+        kept, self._kept = self._kept, None
+        return kept
 
     async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
         async with self._call("upload", to=to, user=user) as call:

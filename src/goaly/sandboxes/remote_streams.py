@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from goaly.sandboxes.process import Inlet, Stream
+from goaly.sandboxes.process import Stream
 from goaly.sandboxes.remote_wire import PART, WireCall
 
 
@@ -72,60 +72,6 @@ class RemoteInlet:
 
     def close(self) -> None:
         self._call.refuse(self._pipe)
-
-
-class StreamForwarder:
-    """Sends an output of a command over a wire as fast as its reader reads; meanwhile the command waits (remote-1)."""
-
-    def __init__(self, stream: Stream, call: WireCall, pipe: int) -> None:
-        self._stream = stream
-        self._call = call
-        self._pipe = pipe
-        self._parts: asyncio.Queue[bytes] = asyncio.Queue()
-        stream.on_bytes = self._take
-
-    def _take(self, data: bytes) -> None:
-        self._parts.put_nowait(data)
-        self._stream.pause()
-
-    async def run(self) -> None:
-        """Forward until cancelled."""
-        while True:
-            data = await self._parts.get()
-            try:
-                await self._call.send(self._pipe, data)
-            except BrokenPipeError:
-                self._stream.close()  # as a pipe that nobody reads
-            self._parts.task_done()
-            if self._parts.empty():
-                self._stream.resume()
-
-    async def flush(self) -> None:
-        """Wait until all that the command has written by now is sent."""
-        self._stream.drain()
-        await self._parts.join()
-
-
-async def forward_input(
-    call: WireCall, pipe: int, write: Callable[[bytes], Awaitable[None]], close: Callable[[], None]
-) -> None:
-    """Give a command what comes for it, until the end."""
-    try:
-        async for data in call.bytes_of(pipe):
-            await write(data)
-    except BrokenPipeError:
-        call.refuse(pipe)
-    close()
-
-
-async def forward_output(inlet: Inlet, call: WireCall, pipe: int, before: Iterable[StreamForwarder]) -> None:
-    """Send what a command writes beside its two streams, each part after what it wrote to them before."""
-    with suppress(BrokenPipeError):
-        while data := await inlet.read():
-            for forwarder in before:
-                await forwarder.flush()
-            await call.send(pipe, data)
-    call.end(pipe)
 
 
 async def copy_in(call: WireCall, writer: asyncio.StreamWriter) -> None:

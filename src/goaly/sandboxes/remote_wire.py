@@ -78,17 +78,19 @@ class WireCall:
         self._refused: set[int] = set()
 
     async def send(self, pipe: int, data: bytes) -> None:
-        """Send as fast as the reader reads; BrokenPipeError if nobody reads any more. No data is the end."""
+        """Send as fast as the reader reads; BrokenPipeError if nobody reads any more. No data is the end.
+
+        Of data that fits into one part, a caller that is cancelled has sent nothing."""
         view = memoryview(data)
         while True:
             part = view[:PART]
+            await self._wire.uncongested()
             while not self.answer.done() and pipe not in self._refused and self._room[pipe] < len(part):
                 await self._change()
             if self.answer.done() or pipe in self._refused:
                 raise BrokenPipeError
             self._room[pipe] -= len(part)
             self._wire.post(DATA, self.number, pipe, part)
-            await self._wire.uncongested()
             view = view[len(part) :]
             if not view:
                 return

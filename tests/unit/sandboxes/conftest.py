@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,14 @@ class RemoteServer:
         words = [sys.executable, "-m", "apps.sandboxes.main", f"port={port}", *settings]
         environment = {**os.environ, "GOALY_SANDBOX_TOKENS": tokens}
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+
+    @cached_property
+    def url(self) -> str:
+        """Its address, when it serves."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         assert line.startswith("serving sandboxes at "), line
-        self.url = line.split()[-1]
+        return line.split()[-1]
 
     def status(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/v1/status") as answer:

@@ -141,7 +141,7 @@ async def test_both_sides_notice_a_connection_over_which_nothing_comes(url: str,
 async def test_of_clients_that_adopt_at_once_one_has_the_sandbox(url: str, host: RemoteHost):
     box = await host.start(SPEC)
     told: list[str] = []
-    box.on_end = lambda: told.append("lost")
+    box.when_ended(lambda: told.append("lost"))
     running = asyncio.ensure_future(box.run("sleep 1000"))
     await box.run("true")
     others = [await RemoteHost.open(RemoteSettings(servers=(url,))) for _ in range(4)]

@@ -49,7 +49,7 @@ async def test_a_killed_server_takes_its_sandboxes_and_the_other_goes_on(started
     assert [sum(box.ticket.server == server.url for box in boxes) for server in servers] == [2, 2]
     dying = [box for box in boxes if box.ticket.server == servers[0].url]
     told: list[str] = []
-    dying[0].on_end = lambda: told.append("ended")
+    dying[0].when_ended(lambda: told.append("ended"))
     pid = await first_process(dying[0])
     shell = await Shell.open(dying[0])
     calls = [dying[0].run("sleep 1000"), shell.run("sleep 1000"), dying[1].write("/tmp/x", b"x" * 50_000_000)]
