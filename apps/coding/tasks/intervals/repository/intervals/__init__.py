@@ -1,0 +1,5 @@
+"""Which intervals overlap."""
+
+from intervals.tree import IntervalTree
+
+__all__ = ["IntervalTree"]
