@@ -5,13 +5,15 @@ from dataclasses import field
 from typing import Literal
 
 from goaly.agents.settings import AgentSettings
-from goaly.base.config.settings import PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 from goaly.base.errors import ConfigError
+from goaly.coding.settings import CodingSettings
 from goaly.generate.settings import GeneratorSettings, SamplingSettings
 from goaly.models.settings import ModelSettings
 from goaly.prompts.settings import ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import RewardSettings
 from goaly.rollout.evaluation_settings import EvaluationSettings
+from goaly.sandboxes.settings import SandboxSettings
 
 NO_LIMIT = 1 << 40
 """More tokens than any context has."""
@@ -56,10 +58,17 @@ class EvalConfig(Settings):
     agent: AgentSettings | None = None
     """Agent whose final answers are scored, or a script's episode, which rewards itself; a function runs in this
     process. null: the policy's own answers."""
+    coding: CodingSettings | None = None
+    """Coding agent that works on the problems, which must be coding tasks; `{}` has the defaults."""
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    """Sandboxes in which a coding agent works."""
     concurrency: PositiveInt = 64
-    """Most attempts at once of an `agent`, or at an `endpoint`."""
+    """Most attempts at once of an `agent` or a `coding` agent, or at an `endpoint`."""
     episode_seconds: PositiveFloat | None = 3600.0
     """Time limit of an agent's attempt, whose reward is 0 after that; null is no limit."""
+    episode_retries: NonNegativeInt = 0
+    """How often an agent's attempt may begin again after its environment or sandbox died, or its patch could not be
+    graded. An attempt that fails for good has reward 0."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """Prompts of the training run. Copy the section from the run: it decides which problems are held out."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -80,14 +89,28 @@ class EvalConfig(Settings):
     """Number format of weights and activations."""
     output: str | None = None
     """JSON file to write the results to."""
+    attempts: str | None = None
+    """JSONL file with a line for each attempt of an agent: its reward, and all that its script noted, such as the
+    commands of a coding agent with their outputs, its patch and its grade."""
+    predictions: str | None = None
+    """JSONL file to write the patches of a `coding` agent to, in SWE-bench's form. With several samples a prompt there
+    is a file for each: `NAME.1.jsonl`, and so on."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         yield from at.reward.idle("an evaluation has one process", "placement")
         yield from at.evaluation.idle("nothing is trained here", "every")
         for name in ("prompts", "evaluation"):
             yield from absent_files(getattr(self, name), getattr(at, name))
-        if self.agent is None:
-            yield from at.idle(f"{at}agent is null", "episode_seconds")
+        if self.agent is not None and self.coding is not None:
+            yield f"{at}agent: must be null where {at}coding is set"
+        if self.coding is None:
+            yield from at.sandbox.idle(f"{at}coding is null")
+            yield from at.idle(f"{at}coding is null", "predictions")
+        elif not self.coding.problems("") and self.path is not None:
+            yield from self.coding.problems_beside(at.coding, self.chat, f"{at}chat.", has_endpoint=True)
+        if not self.runs_episodes:
+            idle = f"{at}agent and {at}coding are null"
+            yield from at.idle(idle, "episode_seconds", "episode_retries", "attempts")
         if (self.path is None) == (self.endpoint is None):
             yield f"{at.path}: set either path, a folder of the policy, or endpoint, an API that answers for it"
             return
@@ -96,8 +119,8 @@ class EvalConfig(Settings):
         if self.path is None:
             yield from at.idle(f"the policy is at {at}endpoint", "dtype")
             return
-        if self.agent is None:
-            yield from at.idle(f"{at}agent and {at}endpoint are null", "concurrency")
+        if not self.runs_episodes:
+            yield from at.idle(f"{at}agent, {at}coding and {at}endpoint are null", "concurrency")
         if problems := self.model.problems(str(at)):
             yield from problems
             return
@@ -114,6 +137,16 @@ class EvalConfig(Settings):
             yield from self.generator.model_problems(at.generator, at.path, shape, self.dtype)
             yield from weight_problems(self.model.path, shape, at.path)
             yield from tokenizer_problems(self.model.path, shape.vocab_size, self.chat, at.path)
+
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether an agent tries the problems."""
+        return self.agent is not None or self.coding is not None
+
+    @property
+    def policy_name(self) -> str:
+        """The API's address, or the policy's folder."""
+        return self.endpoint.url if self.endpoint is not None else self.model.path
 
     @property
     def model(self) -> ModelSettings:

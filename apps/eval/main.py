@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from apps.eval.attempt_files import resolved, write_attempts, write_patches
 from apps.eval.config import EvalConfig
 from goaly.base.atomic_files import writing
 from goaly.base.config import Loaded, run_cli, to_yaml
@@ -115,14 +116,22 @@ def main(loaded: Loaded[EvalConfig]) -> int:
     sys.stdout.write(table(results))
     if config.output is not None:
         content = {
-            "path": config.endpoint.url if config.endpoint is not None else config.model.path,
+            "path": config.policy_name,
             "seconds": round(time.monotonic() - started, 1),
             "results": {name: asdict(result) for name, result in results.items()},
             "rewards": {name: {one.prompt.id: one.rewards for one in found} for name, found in answered.items()},
         }
+        if config.coding is not None:
+            content["resolved"] = {name: resolved(found) for name, found in answered.items()}
         with writing(f"output={config.output}"):
             Path(config.output).parent.mkdir(parents=True, exist_ok=True)
             Path(config.output).write_text(json.dumps(content, indent=2) + "\n")
+    if config.attempts is not None:
+        with writing(f"attempts={config.attempts}"):
+            write_attempts(Path(config.attempts), answered)
+    if config.predictions is not None:
+        with writing(f"predictions={config.predictions}"):
+            write_patches(Path(config.predictions), answered, config.policy_name)
     return 0
 
 

@@ -46,10 +46,10 @@ async def solver(config: EvalConfig, verify: Verifier) -> AsyncIterator[tuple[So
             lambda tokens, sampling: loop.generate(f"sample-{next(numbers)}", tokens, sampling), tokenizer, verify
         )
         sampled = partial(Sampling.of, stop_token_ids=tokenizer.stop_token_ids)
-        if config.agent is None:
+        if not config.runs_episodes:
             yield solve, sampled
             return
-        if (warning := config.agent.warning(config.chat)) is not None:
+        if config.agent is not None and (warning := config.agent.warning(config.chat)) is not None:
             logger.warning(warning)
         async with _served(config, loop, tokenizer, verify) as solve:
             yield solve, sampled
@@ -123,7 +123,8 @@ async def _served(
         with hushed():
             await asyncio.to_thread(parser.load)
             await gateway.start(parser)
-        yield _by_episode(config, serve)
+        async with _by_episode(config, serve) as solve:
+            yield solve
     finally:
         await gateway.close()
 
@@ -153,7 +154,7 @@ async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings, verify: Verif
             model = endpoint.model or listed.data[0].id
         except (openai.OpenAIError, IndexError) as error:
             raise ConfigError([f"endpoint.url={endpoint.url}: does not list its models: {error}"]) from error
-        if config.agent is None:
+        if not config.runs_episodes:
             yield by_chat(client, model, verify, most=config.concurrency)
             return
         forwarder = Forwarder(endpoint.url, model, key)
@@ -177,11 +178,24 @@ async def _elsewhere(config: EvalConfig, endpoint: RemoteSettings, verify: Verif
                 yield Begun(context=context, tokens=lambda: way.tokens)
 
         try:
-            yield _by_episode(config, serve)
+            async with _by_episode(config, serve) as solve:
+                yield solve
         finally:
             await forwarder.close()
 
 
-def _by_episode(config: EvalConfig, serve: Serve) -> Solve:
-    assert config.agent is not None
-    return by_episode(episode_of(config.agent), serve, most=config.concurrency, seconds=config.episode_seconds)
+@asynccontextmanager
+async def _by_episode(config: EvalConfig, serve: Serve) -> AsyncIterator[Solve]:
+    """Attempts of the agent's episodes. A coding agent's sandboxes end with this."""
+    limits = {"most": config.concurrency, "seconds": config.episode_seconds, "retries": config.episode_retries}
+    if config.agent is not None:
+        yield by_episode(episode_of(config.agent), serve, **limits)
+        return
+    assert config.coding is not None
+    from goaly.coding.episode import CodingEpisode
+
+    episode = CodingEpisode(config.coding, config.sandbox)
+    try:
+        yield by_episode(episode, serve, **limits)
+    finally:
+        await episode.close()

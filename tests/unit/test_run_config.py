@@ -615,3 +615,39 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_one_that_fits(tp: in
     assert start == "generator.kv_cache_gib=0.0001: "
     assert rest.startswith("to hold a sequence of generator.max_context=200")
     run_config(GRPO, tiny_model_folder, f"generator.kv_cache_gib={least}", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("coding={}", "chat.tool_parser=null: must name vLLM's parser of the model's calls where coding.agent=tools"),
+        ("coding.agent=program", "coding.command=[]: must name a program where coding.agent is program"),
+        (
+            "coding.agent=program coding.command=[codex]",
+            "rollout.endpoint=null: must be a section, because coding.comm",
+        ),
+        (
+            "coding.agent=program coding.command=[codex] rollout.endpoint={} coding.turns=5",
+            "coding.turns=5: has no effect, coding.agent is program",
+        ),
+        ("coding.agent=text coding.command=[codex]", "coding.command=[codex]: has no effect, coding.agent is text"),
+        ("sandbox.seconds_unowned=5", "sandbox.seconds_unowned=5: has no effect, coding is null"),
+    ],
+)
+def test_a_coding_agent_needs_what_its_kind_asks_for(tiny_model_folder: Path, overrides: str, said: str):
+    with pytest.raises(ConfigError) as error:
+        run_config(GRPO, tiny_model_folder, *overrides.split())
+    (line,) = error.value.problems
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "coding={} chat.tool_parser=hermes sandbox.seconds_unowned=5",
+        "coding.agent=text",
+        "coding.agent=program coding.command=[codex] rollout.endpoint={}",
+    ],
+)
+def test_a_run_with_a_coding_agent_of_each_kind_has_no_problems(tiny_model_folder: Path, overrides: str):
+    assert run_config(GRPO, tiny_model_folder, *overrides.split()).coding is not None

@@ -105,6 +105,16 @@ class Chat:
         self.session.note(note)
 
     @property
+    def notes(self) -> Sequence[Mapping[str, Any]]:
+        """What was noted."""
+        return self.session.notes
+
+    @property
+    def was_exhausted(self) -> bool:
+        """Whether its limits or a full context have refused a request, here or at the endpoint."""
+        return self.session.exhausted
+
+    @property
     def has_reward(self) -> bool:
         """Whether `rewarded`, or the agent at the endpoint, has given a reward for the whole episode."""
         return self.session.reward is not None

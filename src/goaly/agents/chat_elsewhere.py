@@ -37,7 +37,7 @@ class ChatElsewhere:
         self._uncounted: set[bytes] = set()
         """Chats that train nothing and have no reward: a session makes no trajectory of them."""
         self._credits = 0.0
-        self._notes: list[Mapping[str, Any]] = []
+        self.notes: list[Mapping[str, Any]] = []
         self._reward: float | None = None
 
     async def say(
@@ -90,7 +90,12 @@ class ChatElsewhere:
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Keep a JSON object with the episode."""
-        self._notes.append({**note, "after": len(self._said)})
+        self.notes.append({**note, "after": len(self._said)})
+
+    @property
+    def was_exhausted(self) -> bool:
+        """Whether limits have refused a request: an API elsewhere has none of ours."""
+        return False
 
     @property
     def has_reward(self) -> bool:
@@ -117,7 +122,7 @@ class ChatElsewhere:
                 turns=(),
                 environment="",
                 outcome=Outcome.COMPLETE,
-                notes=tuple(self._notes),
+                notes=tuple(self.notes),
             )
         ]
 

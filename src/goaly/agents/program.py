@@ -48,7 +48,7 @@ async def answer_of_program(
     question = asked(prompt, hidden)
     (folder.home / PROMPT_FILE).write_bytes(question)
     process = await guarded(
-        _from_elsewhere(command),
+        from_elsewhere(command),
         "" if folder.is_kept else folder.path,
         stdin=PIPE,
         stdout=PIPE,
@@ -90,8 +90,8 @@ def asked(prompt: Prompt, hidden: Sequence[str] = ()) -> bytes:
     return json.dumps(question).encode()
 
 
-def _from_elsewhere(command: Sequence[str]) -> list[str]:
-    """The command with absolute paths for the files here that it names: it starts in another folder."""
+def from_elsewhere(command: Sequence[str]) -> list[str]:
+    """The command with absolute paths for the files here that it names, as it starts in another folder."""
     program, *arguments = command
     own = os.path.abspath(program) if os.sep in program else program
     return [own, *(os.path.abspath(argument) if os.path.isfile(argument) else argument for argument in arguments)]

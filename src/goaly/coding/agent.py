@@ -34,6 +34,8 @@ class End(StrEnum):
     """It went on without calls (`coding.reminders`)."""
     SECONDS = "seconds"
     """Its time was over."""
+    MEMORY = "memory"
+    """The sandbox's memory was used up, which ended its program."""
 
 
 TOOLS_SYSTEM = """\

@@ -8,6 +8,7 @@ from annotated_types import Ge
 
 from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 from goaly.coding.task_files import TaskSettings
+from goaly.prompts.settings import ChatSettings
 
 LEAST_SHOWN = 256
 
@@ -43,12 +44,15 @@ class CodingSettings(Settings):
     the files are graded as they stand, and the score counts. `reward`: nothing is graded, and the attempt has the
     reward of `rollout.cut_off_reward`."""
     user: NonNegativeInt = 1000
-    """The user of the agent's commands."""
+    """The user of the agent's commands, if the files of its task do not belong to another one."""
     tasks: TaskSettings = field(default_factory=TaskSettings)
     """Where the repositories of tasks come from. `prompts.files` names the tasks, and `prompts.reader` is
     `goaly.coding.task_files:read_prompts`."""
+    kept_tasks: PositiveInt = 256
+    """Tasks whose prepared state stays at the host of sandboxes: those that were used last. It is files in memory
+    with the backend `namespaces`. Raise it if tasks come back before that and their setup takes long."""
     changes: bool = True
-    """Record which files each turn changed, and how many lines. It runs git after each command."""
+    """Record which files each turn changed, and how many lines. Each command takes a little longer."""
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.agent == "program":
@@ -58,3 +62,10 @@ class CodingSettings(Settings):
             yield from at.idle(f"{at}agent is program", "command_seconds", "changes")
         else:
             yield from at.idle(f"{at}agent is {self.agent}", "command")
+
+    def problems_beside(self, at: Section, chat: ChatSettings, chat_key: str, has_endpoint: bool) -> Iterator[str]:
+        """One line for each setting that cannot work with these of the chat, and with an endpoint or without."""
+        if self.agent == "tools" and chat.tool_parser is None:
+            yield f"{chat_key}tool_parser=null: must name vLLM's parser of the model's calls where {at.agent}"
+        if self.agent == "program" and not has_endpoint:
+            yield f"rollout.endpoint=null: must be a section, because {at.command} asks there; `{{}}` has the defaults"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from goaly.base.json_text import bounded_json
+from goaly.coding.changes import FileChanges
 from goaly.coding.settings import CodingSettings
 from goaly.sandboxes.contract import CommandResult, Entry, Limit
 from goaly.sandboxes.sandbox import Sandbox
@@ -60,12 +61,19 @@ class Tools:
     """The tools of one attempt. `async with` ends the shell; the sandbox stays."""
 
     def __init__(
-        self, sandbox: Sandbox, workdir: str, settings: CodingSettings, record: Record = lambda record: None
+        self,
+        sandbox: Sandbox,
+        workdir: str,
+        settings: CodingSettings,
+        record: Record = lambda record: None,
+        changes: FileChanges | None = None,
     ) -> None:
+        """`record` gets each call with its end, and with `changes` the files that it changed."""
         self._sandbox = sandbox
         self._workdir = workdir
         self._settings = settings
         self._record = record
+        self._changes = changes
         self._shell: Shell | None = None
         self.submitted = False
         """Whether the agent has said that it is done."""
@@ -106,6 +114,7 @@ class Tools:
                 "exit_code": ended.exit_code,
                 "seconds": round(ended.seconds, 4),
                 **({} if ended.limit is None else {"limit": str(ended.limit)}),
+                **await self._changed(),
             }
         )
         return said
@@ -137,6 +146,7 @@ class Tools:
                 **({} if old is None else {"old": old}),
                 **({} if line is None else {"line": line}),
                 "output": said,
+                **await self._changed(),
             }
         )
         return said
@@ -146,6 +156,10 @@ class Tools:
         self.submitted = True
         self._record({"tool": SUBMIT})
         return "submitted"
+
+    async def _changed(self) -> Mapping[str, Any]:
+        changed = {} if self._changes is None else await self._changes.since_last()
+        return {"changes": changed} if changed else {}
 
     async def _opened(self) -> Shell:
         most = 2 * (self._settings.observation_bytes // 2)
@@ -190,6 +204,8 @@ class Tools:
         raise CannotCall(f"{path} exists; give `old` to replace a part of it, or `line` to insert")
 
     async def __aenter__(self) -> Tools:
+        if self._changes is not None:
+            await self._changes.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ from goaly.base.config import RUN_CONFIG, load
 from goaly.base.config.settings import PositiveInt, Section, Settings
 from goaly.base.errors import ConfigError
 from goaly.base.telemetry.settings import TelemetrySettings
+from goaly.coding.settings import CodingSettings
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings, SamplingSettings, vllm_device
 from goaly.journal.settings import CheckpointSettings
 from goaly.losses.settings import LossSettings
@@ -22,6 +23,7 @@ from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptS
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.evaluation_settings import EvaluationSettings
 from goaly.rollout.settings import RolloutSettings
+from goaly.sandboxes.settings import SandboxSettings
 from goaly.train.settings import NOT_BITWISE, CriticSettings, RanksSettings, ReferenceSettings, TrainerSettings
 from goaly.weights.settings import WeightSettings
 
@@ -66,6 +68,11 @@ class RunConfig(Settings):
     """Rollout workers, which run the episodes."""
     agent: AgentSettings | None = None
     """Agent that the episodes of `apps.agent.main` run; null is none, as every other script needs it."""
+    coding: CodingSettings | None = None
+    """Coding agent that the episodes of `apps.coding.main` run; null is none, as every other script needs it. `{}` has
+    the defaults."""
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    """Sandboxes in which a coding agent works."""
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
     """Inference engines that sample the policy."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -150,6 +157,10 @@ class RunConfig(Settings):
         agent = self.agent
         if agent is not None and self.rollout.endpoint is None and not (agent.problems("") or agent.is_episode):
             yield f"{at}rollout.endpoint=null: must be a section, because the agent asks there; `{{}}` has the defaults"
+        if self.coding is not None and not self.coding.problems(""):
+            yield from self.coding.problems_beside(
+                at.coding, self.chat, f"{at}chat.", self.rollout.endpoint is not None
+            )
         yield from self._device_problems(at)
         yield from self._prompt_problems(at)
         yield from self._idle_problems(at)
@@ -198,6 +209,8 @@ class RunConfig(Settings):
                 yield from section.idle(f"the run ends after {at.steps}", "every")
         if self.evaluation.every is None:
             yield from at.save.idle(f"{at}evaluation.every is null", "best")
+        if self.coding is None:
+            yield from at.sandbox.idle(f"{at}coding is null")
         for role, cores in self.hosts.bind.items():
             if role in absent:
                 yield f"{at}hosts.bind.{role}={cores}: has no effect, {absent[role]}"

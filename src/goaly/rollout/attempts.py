@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import RunFailed, cause_of, first_error
+from goaly.environments.protocol import ActionRefused, EnvironmentFailed
 from goaly.generate.policy import ContextFull, PromptFillsContext
 from goaly.generate.request import PromptTooLong, Sample, Sampling, evaluation_seeds, seed_of
 from goaly.prompts.prompt import Prompt
@@ -38,6 +39,8 @@ class Solution:
     reward: float
     tokens: int | None
     """How many tokens the policy wrote for it; None if that is not known."""
+    notes: Sequence[Mapping[str, Any]] = ()
+    """What its script noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Answered:
     """Empty if the prompt left no room for an answer."""
     rewards: tuple[float | None, ...]
     """None if the prompt left no room for an answer."""
+    notes: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    """What the script of each attempt noted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,44 +85,54 @@ Serve = Callable[[Attempt], AbstractContextManager[Begun]]
 """Serves the policy to one attempt, with its parameters where the episode or its agent names none."""
 
 
-def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: float | None) -> Solve:
-    """Attempts of a script's episode, at most `most` at once. One that raises, or takes longer than `seconds`, fails.
-    An error of its verifier ends the evaluation."""
+def by_episode(episode: EpisodeFunction, serve: Serve, *, most: int, seconds: float | None, retries: int = 0) -> Solve:
+    """Attempts of a script's episode, at most `most` at once. One that raises, or takes longer than `seconds`, fails;
+    if its environment failed, it begins again up to `retries` times. An error of its verifier ends the evaluation."""
     places = asyncio.Semaphore(most)
     failures = 0
 
     async def solve(attempt: Attempt) -> Solution | None:
+        async with places:  # unblocked by the end of other attempts
+            for _ in range(retries):
+                try:
+                    return await once(attempt, is_last=False)
+                except EnvironmentFailed as error:
+                    logger.warning("an attempt at prompt %s begins again: %s", attempt.prompt.id, cause_of(error))
+            return await once(attempt, is_last=True)
+
+    async def once(attempt: Attempt, *, is_last: bool) -> Solution | None:
         nonlocal failures
         prompt = attempt.prompt
-        async with places:  # unblocked by the end of other attempts
-            with serve(attempt) as begun:
-                unjudged: list[Exception] = []
+        with serve(attempt) as begun:
+            unjudged: list[Exception] = []
 
-                async def judge(prompt: Prompt, response: str) -> float:
-                    try:
-                        return await begun.context.reward(prompt, response)
-                    except Exception as error:
-                        unjudged.append(error)
-                        raise
-
-                context = replace(begun.context, reward=judge)
+            async def judge(prompt: Prompt, response: str) -> float:
                 try:
-                    made = await within(seconds, episode(prompt, context), f"an attempt at prompt {prompt.id}")
-                    reward = episode_reward(trajectories_of(made))
-                    failures = 0
+                    return await begun.context.reward(prompt, response)
                 except Exception as error:
-                    cause = first_error(error)
-                    if isinstance(cause, PromptFillsContext):
-                        return None
-                    if unjudged:
-                        raise unjudged[0] from None
-                    why = cause_of(cause)
-                    reward = 0.0 if isinstance(cause, ContextFull) else Failed(why)
-                    failures += not isinstance(cause, ContextFull)
-                    logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
-                    if failures >= FAILURES_IN_A_ROW:
-                        raise RunFailed(f"{failures} attempts failed in a row; the last: {why}") from error
-                return Solution(reward=reward, tokens=begun.tokens())
+                    unjudged.append(error)
+                    raise
+
+            context = replace(begun.context, reward=judge)
+            try:
+                made = await within(seconds, episode(prompt, context), f"an attempt at prompt {prompt.id}")
+                reward = episode_reward(trajectories_of(made))
+                failures = 0
+            except Exception as error:
+                cause = first_error(error)
+                if isinstance(cause, PromptFillsContext):
+                    return None
+                if unjudged:
+                    raise unjudged[0] from None
+                if not is_last and isinstance(cause, EnvironmentFailed) and not isinstance(cause, ActionRefused):
+                    raise cause from None
+                why = cause_of(cause)
+                reward = 0.0 if isinstance(cause, ContextFull) else Failed(why)
+                failures += not isinstance(cause, ContextFull)
+                logger.warning("an evaluation counts reward 0: prompt %s: %s", prompt.id, why)
+                if failures >= FAILURES_IN_A_ROW:
+                    raise RunFailed(f"{failures} attempts failed in a row; the last: {why}") from error
+            return Solution(reward=reward, tokens=begun.tokens(), notes=tuple(begun.context.chat.notes))
 
     return solve
 
@@ -185,6 +200,7 @@ async def attempted(
             prompt=prompt,
             lengths=tuple(one.tokens for one in solutions if one is not None and one.tokens is not None),
             rewards=tuple(None if one is None else one.reward for one in solutions),
+            notes=tuple(() if one is None else one.notes for one in solutions),
         )
         for prompt, solutions in zip(prompts, found, strict=True)
     ]

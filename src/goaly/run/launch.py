@@ -47,12 +47,16 @@ def launch(
     *,
     critic: bool = False,
     agent: bool = False,
+    coding: bool = False,
 ) -> int:
     """Run `script(run)` with a started run of this config; the exit code. `critic`: whether the script trains one.
-    `agent`: whether its episodes run that of the config."""
+    `agent` and `coding`: whether its episodes run that of the config."""
     config: RunConfig = loaded.config
-    if config.agent is not None and not agent:
-        raise ConfigError(["agent: is for a script that runs one, such as apps.agent.main; this one does not"])
+    for section, is_run in (("agent", agent), ("coding", coding)):
+        if getattr(config, section) is not None and not is_run:
+            raise ConfigError(
+                [f"{section}: is for a script that runs one, such as apps.{section}.main; this one does not"]
+            )
     if (config.critic is not None) != critic:
         raise ConfigError(
             ["critic=null: must be a section, because this script trains a critic; `critic: {}` has the defaults"]

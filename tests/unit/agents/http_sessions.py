@@ -122,12 +122,15 @@ def policy_of(chat: ChatTokenizer, sampler: Any, **changes: Any) -> Policy:
 
 @asynccontextmanager
 async def started(
-    chat: ChatTokenizer, files: SessionFiles | None = None, settings: EndpointSettings | None = None
+    chat: ChatTokenizer,
+    files: SessionFiles | None = None,
+    settings: EndpointSettings | None = None,
+    max_context: int = 4096,
 ) -> AsyncIterator[tuple[Gateway, AnswerParser]]:
     """A gateway of a policy with calls and reasoning, and the parser of its answers."""
     parser = AnswerParser(chat, ChatSettings(tool_parser="hermes", reasoning_parser="qwen3"))
     await asyncio.to_thread(parser.load)
-    gateway = Gateway(settings or EndpointSettings(), 0, str(chat.folder), 4096, files)
+    gateway = Gateway(settings or EndpointSettings(), 0, str(chat.folder), max_context, files)
     await gateway.start(parser)
     try:
         yield gateway, parser

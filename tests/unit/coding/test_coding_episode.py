@@ -1,0 +1,168 @@
+"""An attempt at a task from its sandbox to its reward, with a policy whose answers are known."""
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_chat import SUBMIT, ScriptedChat, bash, calls
+
+from goaly.coding import episode as module
+from goaly.coding.episode import CodingEpisode
+from goaly.coding.settings import CodingSettings
+from goaly.coding.task import GradingFailed
+from goaly.coding.task_files import read_prompts
+from goaly.coding.workspace import Workspaces
+from goaly.environments.protocol import EnvironmentFailed
+from goaly.prompts.prompt import Prompt
+from goaly.rollout.running_episodes import EpisodeTimeout
+from goaly.sandboxes.contract import SandboxDied, SandboxUnavailable
+from goaly.sandboxes.settings import SandboxSettings
+
+TOML = """
+[task]
+problem = "add(2, 3) is 6."
+fail_to_pass = ["tests/test_hidden.py::test_sums"]
+[seconds]
+agent = 20
+"""
+FILES = {
+    "task.toml": TOML,
+    "repository/adder.py": "def add(a, b):\n    return a * b\n",
+    "hidden_tests/tests/test_hidden.py": "from adder import add\n\n\ndef test_sums():\n    assert add(2, 3) == 5\n",
+}
+REPAIR = calls(("edit", {"path": "adder.py", "old": "a * b", "new": "a + b"}))
+EDITED = {"adder.py": "+1 -1"}
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Prompt:
+    for name, text in FILES.items():
+        (tmp_path / "adding" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "adding" / name).write_text(text)
+    (found,) = read_prompts(str(tmp_path / "adding"))
+    return found
+
+
+class EpisodeChat(ScriptedChat):
+    """Keeps what the episode notes, and its reward."""
+
+    def __init__(self, *answers: Any):
+        super().__init__(*answers)
+        self.notes: list[Mapping[str, Any]] = []
+        self.reward: float | None = None
+
+    def note(self, note: Mapping[str, Any]) -> None:
+        self.notes.append(note)
+
+    def rewarded(self, reward: float) -> None:
+        self.reward = reward
+
+    def finish(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+async def attempt(prompt: Prompt) -> AsyncIterator[Any]:
+    """Runs the episode of these settings with these answers; its chat."""
+    opened: list[CodingEpisode] = []
+
+    async def attempted(*answers: Any, **settings: Any) -> EpisodeChat:
+        episode = CodingEpisode(CodingSettings(**settings), SandboxSettings())
+        opened.append(episode)
+        chat = EpisodeChat(*answers)
+        context: Any = SimpleNamespace(chat=chat, sample_index=0)
+        await episode(prompt, context)
+        return chat
+
+    yield attempted
+    for one in opened:
+        await one.close()
+
+
+async def test_a_repaired_repository_passes_and_all_is_noted(attempt):
+    chat = await attempt(bash("cat adder.py"), REPAIR, SUBMIT)
+    assert chat.reward == 1.0
+    look, edit, submit, end, patch, grade = chat.notes
+    assert (look["output"], look["exit_code"]) == ("def add(a, b):\n    return a * b\n", 0)
+    assert (edit["tool"], edit["changes"]) == ("edit", EDITED)
+    assert (submit["tool"], end["how"]) == ("submit", "submitted")
+    assert "+    return a + b\n" in patch["patch"]
+    assert (grade["score"], grade["resolved"]) == (1.0, True)
+    assert grade["outcomes"] == {"tests/test_hidden.py::test_sums": "passed"}
+
+
+async def test_hidden_tests_and_the_solution_are_not_in_the_agents_sandbox(attempt):
+    chat = await attempt(bash("find . -name 'test_hidden*'; grep -r 'add(2, 3)' . /tmp || true"), SUBMIT)
+    assert chat.notes[0]["output"] == ""
+    assert chat.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "settings", "how"),
+    [
+        ([REPAIR, bash("true")], {"turns": 2}, "turns"),
+        ([REPAIR, bash("sleep 60")], {"agent_seconds": 1.0}, "seconds"),
+    ],
+)
+async def test_an_attempt_that_a_limit_ends_is_graded_as_it_stands_or_has_the_reward_of_the_setting(
+    attempt, answers: list[Any], settings: Any, how: str
+):
+    chat = await attempt(*answers, **settings)
+    assert (chat.reward, [one["how"] for one in chat.notes if one.get("kind") == "end"]) == (1.0, [how])
+    with pytest.raises(EpisodeTimeout, match=how):
+        await attempt(*answers, **settings, cut_off="reward")
+
+
+async def test_a_patch_that_is_too_large_scores_nothing(attempt):
+    chat = await attempt(bash("head -c 3000000 /dev/urandom > big"), SUBMIT)
+    assert chat.reward == 0.0
+    assert "bytes" in chat.notes[-1]["refused"]
+
+
+async def test_a_patch_that_could_not_be_graded_ends_the_episode_without_a_reward(
+    attempt, monkeypatch: pytest.MonkeyPatch
+):
+    async def fails(*_: Any) -> Any:
+        raise GradingFailed("its sandbox died")
+
+    monkeypatch.setattr(module, "grade", fails)
+    with pytest.raises(EnvironmentFailed, match="its sandbox died"):
+        await attempt(SUBMIT)
+
+
+async def test_a_sandbox_that_died_ends_the_episode_without_a_reward(attempt, monkeypatch: pytest.MonkeyPatch):
+    start, started = Workspaces.start, []
+
+    async def kept(*given: Any) -> Any:
+        started.append(await start(*given))
+        return started[-1]
+
+    async def say(self: Any, messages: Any, tools: Any = ()) -> Any:
+        await started[-1].stop()
+        return bash("true")
+
+    monkeypatch.setattr(Workspaces, "start", kept)
+    monkeypatch.setattr(EpisodeChat, "say", say)
+    with pytest.raises(SandboxDied):
+        await attempt()
+
+
+async def test_a_host_of_sandboxes_that_does_not_open_ends_the_episode_and_the_next_one_tries_again(
+    attempt, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+):
+    opened = module.open_host
+
+    async def fails(*_: Any) -> Any:
+        monkeypatch.setattr(module, "open_host", opened)
+        raise SandboxUnavailable("no user namespaces")
+
+    monkeypatch.setattr(module, "open_host", fails)
+    episode, chat = CodingEpisode(CodingSettings(), SandboxSettings()), EpisodeChat(SUBMIT)
+    context: Any = SimpleNamespace(chat=chat, sample_index=0)
+    with pytest.raises(EnvironmentFailed, match="no user namespaces"):
+        await episode(prompt, context)
+    await episode(prompt, context)
+    assert chat.reward == 0.0
+    await episode.close()
