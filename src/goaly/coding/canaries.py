@@ -1,7 +1,7 @@
 """Tests that must fail, hidden among real ones: if one passes or is missing, something other than the code decided.
 
-Each has a name of the words of its neighbours, a place between them, and a failure of its own kind. The process that
-runs the tests does not know which of them they are.
+Each is a copy of a real test with one more line that fails, or a test of its own if none can be copied. Its name is
+made of its neighbours' words, and its place is between them. The process that runs the tests is not told which they are.
 """
 
 from __future__ import annotations
@@ -9,18 +9,54 @@ from __future__ import annotations
 import ast
 import re
 from random import Random
+from typing import Final
 
-NEEDS_PYTEST = "pytest.raises"
+FIXTURES: Final = {"tmp_path", "capsys", "monkeypatch", "self"}
+"""What a test may ask for, beside its parameters, and be run a second time."""
+NOT_TWICE: Final = re.compile(r"\b(skip\w*|xfail|importorskip|global|return|yield|exit)\b")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def with_canary(source: str, tests: list[str], chance: Random) -> tuple[str, str]:
     """The source of a test file with one more test, and that test's name. `tests` are names of its tests."""
     name = _name(source, tests, chance)
-    body = "\n".join(f"    {line}" for line in _failing(chance))
     lines = source.split("\n")
-    at = chance.choice(_places(source) or [len(lines)])
-    text = f"def {name}():\n{body}"
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        body = []
+    definitions = [node for node in body if isinstance(node, Function | ast.ClassDef)]
+    copies = [node for node in definitions if isinstance(node, Function) and _can_be_copied(node, tests, lines)]
+    failing = _failing(chance)
+    if copies:
+        node = chance.choice(copies)
+        text = "\n".join(lines[_first_line(node) : node.end_lineno])
+        text = re.sub(rf"\bdef\s+{node.name}\b", f"def {name}", text, count=1)
+        text += "".join(f"\n{' ' * node.body[0].col_offset}{line}" for line in failing)
+    else:
+        text = f"def {name}():" + "".join(f"\n    {line}" for line in failing)
+    at = chance.choice([_first_line(node) for node in definitions] + [len(lines)])
     return "\n".join([*lines[:at], "", "", *text.split("\n"), "", "", *lines[at:]]), name
+
+
+def _can_be_copied(node: Function, tests: list[str], lines: list[str]) -> bool:
+    """Whether it is one of the tests, is told apart by its lines, and may run a second time."""
+    text = "\n".join(lines[_first_line(node) : node.end_lineno])
+    marks = [ast.unparse(one) for one in node.decorator_list]
+    parameters = "".join(one for one in marks if one.startswith("pytest.mark.parametrize("))
+    asked = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return (
+        node.name in tests
+        and all(one in parameters or one in FIXTURES for one in asked)
+        and all(one.startswith("pytest.mark.parametrize(") for one in marks)
+        and node.body[0].lineno > node.lineno
+        and not NOT_TWICE.search(text)
+    )
+
+
+def _first_line(node: Function | ast.ClassDef) -> int:
+    """Its index, decorators included."""
+    return min([node.lineno, *(one.lineno for one in node.decorator_list)]) - 1
 
 
 def _name(source: str, tests: list[str], chance: Random) -> str:
@@ -33,18 +69,6 @@ def _name(source: str, tests: list[str], chance: Random) -> str:
         name = (prefix[0] if prefix else "test_") + "_".join(chance.sample(words, 3))
         if name not in source:
             return name
-
-
-def _places(source: str) -> list[int]:
-    """The lines before a top-level function or class, its decorators included."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return []
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    found = [node for node in tree.body if isinstance(node, kinds)]
-    places = [min([node.lineno, *(one.lineno for one in node.decorator_list)]) - 1 for node in found]
-    return [*places, len(source.split("\n"))]
 
 
 def _failing(chance: Random) -> list[str]:

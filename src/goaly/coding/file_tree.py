@@ -17,9 +17,9 @@ LINK: Final = 0o120000
 EXECUTABLE: Final = 0o100755
 PLAIN: Final = 0o100644
 NEVER_IN_A_PATCH: Final = re.compile(
-    r"(^|/)(\.git|__pycache__|\.pytest_cache|\.hypothesis)(/|$)|\.py[co]$", re.IGNORECASE
+    r"(^|/)(\.git|__pycache__|\.pytest_cache|\.hypothesis)(/|$)|\.(py[cod]|so)$", re.IGNORECASE
 )
-"""Git's own files, and what Python and pytest leave behind."""
+"""Git's own files, compiled code, and what pytest leaves behind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class _Attempt:
             settings=settings,
             paths=_paths(self.task.workdir, environment.get("PYTHONPATH", "")),
             plugins=self.clean.tools.plugins,
+            pytest_settings=files.settings,
         )
         result = await self.run([self.clean.tools.python, "-I", "-B", RUNNER], job, environment, self.tester)
         report = read_report(run, result)

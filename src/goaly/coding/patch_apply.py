@@ -2,7 +2,7 @@
 
 The rules are those of `git apply`: the lines of a hunk must be there exactly, at the place that it names or the nearest
 other one; a hunk of the first line begins the file, and one without lines after its changes ends it. Refused are paths
-outside of the workdir, git's own files, compiled Python, writing through links, and links that leave the workdir.
+outside of the workdir, git's own files, compiled code, writing through links, and links that leave the workdir.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _check_path(path: str) -> None:
     if not path or not clean(path) or any(part in ("", ".") for part in path.split("/")):
         raise PatchProblem(f"{path!r}: must be a path below the workdir")
     if NEVER_IN_A_PATCH.search(path):
-        raise PatchProblem(f"{path}: files of git and compiled files of Python may not be in a patch")
+        raise PatchProblem(f"{path}: files of git and compiled code may not be in a patch")
 
 
 def _mode(path: str, old: int, new: int | None) -> int:

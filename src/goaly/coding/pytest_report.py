@@ -16,7 +16,13 @@ from goaly.coding.task import GradingFailed, TestSuite
 from goaly.sandboxes.contract import CommandResult
 
 TESTS_FAILED: Final = 1
-"""pytest's exit code if tests failed, as the canaries must."""
+INTERRUPTED: Final = 2
+"""pytest's exit codes if tests failed, as the canaries must, or if the run was ended."""
+SELDOM_NEEDED: Final = (
+    *("pastebin", "junitxml", "doctest", "faulthandler", "stepwise", "setuponly", "setupplan"),
+    *("unraisableexception", "threadexception"),
+)
+"""pytest's own plugins that cost a quarter of its start; they are loaded if the settings name them."""
 BEST_FIRST: Final = ("passed", "xfailed", "skipped", "missing", "failed", "error")
 ENOUGH_TO_FIX: Final = ("passed", "xfailed")
 ENOUGH_TO_KEEP: Final = ("passed", "xfailed", "skipped")
@@ -41,16 +47,19 @@ class SuiteRun:
         settings: str,
         paths: Sequence[str],
         plugins: Sequence[str],
+        pytest_settings: str,
     ) -> bytes:
         """What the runner reads. Without a clue which tests are canaries."""
         arguments = ["-c", settings, f"--rootdir={workdir}", f"--confcutdir={workdir}", "-p", "no:cacheprovider"]
         arguments += ["--continue-on-collection-errors", "--maxfail=0", "-q", "--tb=short", "--color=no"]
         for plugin in plugins:
             arguments += ["-p", plugin]
+        for plugin in SELDOM_NEEDED:
+            arguments += [] if plugin[:8] in pytest_settings.lower() else ["-p", f"no:{plugin}"]
         job = {
             "nonce": self.nonce,
             "workdir": workdir,
-            "wanted": sorted(self.wanted),
+            "wanted": sorted(set(map(_base, self.wanted))),
             "own_files": list(own_files),
             "paths": list(paths),
             "arguments": [*arguments, "--", *files],
@@ -90,17 +99,21 @@ def read_report(run: SuiteRun, result: CommandResult) -> SuiteReport:
 def _cheat(run: SuiteRun, result: CommandResult, outcomes: Mapping[str, str], notes: Mapping[str, str]) -> str | None:
     if "tampered" in notes:
         return f"code of the repository replaced {notes['tampered']} while the tests ran"
-    canaries = set(run.canaries.values())
-    for file, canary in run.canaries.items():
-        outcome = outcomes.get(canary)
-        if outcome in (*ENOUGH_TO_KEEP, "error"):
-            return f"a test of {file} that must fail ended as {outcome}"
+    ended = {file: [outcomes[one] for one in outcomes if _base(one) == name] for file, name in run.canaries.items()}
+    for file, found in ended.items():
+        if good := [one for one in found if one in ENOUGH_TO_KEEP]:
+            return f"a test of {file} that must fail ended as {good[0]}"
         passed = [one for one in outcomes if one.startswith(f"{file}::") and outcomes[one] in ENOUGH_TO_KEEP]
-        if outcome is None and passed and "end" in notes:
+        if not found and passed and "end" in notes:
             return f"a test of {file} that must fail was not run"
-    if "end" in notes and run.canaries and canaries & outcomes.keys() and result.exit_code != TESTS_FAILED:
+    if "end" in notes and any(ended.values()) and result.exit_code not in (TESTS_FAILED, INTERRUPTED):
         return f"the run ended with exit code {result.exit_code} although tests failed"
     return None
+
+
+def _base(test: str) -> str:
+    """The id without parameters."""
+    return test.partition("[")[0]
 
 
 def judged(suite: TestSuite, report: SuiteReport) -> tuple[dict[str, str], bool]:

@@ -4,11 +4,15 @@ Its lines on the standard output begin with the job's nonce; what tests print go
 for its report is imported and bound before the first line of the graded repository runs.
 """
 
+import builtins
 import json
+import operator
 import os
 import sys
 
-TYPES = (type, type(json.loads), type(len))
+FUNCTION = type(json.loads)
+TYPES = (type, FUNCTION, type(len))
+IS, CODE = operator.is_, operator.attrgetter("__code__")
 
 
 class PathAfterTheStandardLibrary(list):
@@ -32,18 +36,22 @@ class Machinery:
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] in ("_pytest", "pytest", "pluggy", "unittest"):
                 self.keep(name, vars(module))
-        errors = {name: value for name, value in vars(sys.modules["builtins"]).items() if isinstance(value, type)}
-        self.kept += [(vars(sys.modules["builtins"]), name, value, None, name) for name, value in errors.items()]
+        errors = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+        self.hold("builtins", vars(builtins), errors)
 
     def keep(self, label, holder):
-        for name, value in list(holder.items()):
-            if isinstance(value, TYPES):
-                self.kept.append((holder, name, value, getattr(value, "__code__", None), label + "." + name))
+        parts = {name: value for name, value in holder.items() if isinstance(value, TYPES)}
+        self.hold(label, holder, parts)
+        for name, value in parts.items():
             if isinstance(value, type) and value.__module__ == label:
-                for inner, part in list(vars(value).items()):
-                    if isinstance(part, (TYPES[1], property, classmethod, staticmethod)):
-                        code = getattr(part, "__code__", None)
-                        self.kept.append((vars(value), inner, part, code, label + "." + name + "." + inner))
+                kinds = (FUNCTION, property, classmethod, staticmethod)
+                inner = {one: part for one, part in vars(value).items() if isinstance(part, kinds)}
+                self.hold(label + "." + name, vars(value), inner)
+
+    def hold(self, label, holder, parts):
+        functions = [part for part in parts.values() if isinstance(part, FUNCTION)]
+        codes = [one.__code__ for one in functions]
+        self.kept.append((label, holder, list(parts), list(parts.values()), functions, codes))
 
     def is_foreign(self, value):
         """Whether a replacement comes from the repository, or from nobody knows where."""
@@ -59,12 +67,16 @@ class Machinery:
 
     def changed(self, plugins):
         """The name of something that code of the repository has replaced; None if there is nothing."""
-        for holder, name, value, code, label in self.kept:
-            now = holder.get(name)
-            if now is not value and (now is None or self.is_foreign(now)):
-                return label
-            if code is not None and now is value and value.__code__ is not code and self.is_foreign(value):
-                return label
+        for label, holder, names, values, functions, codes in self.kept:
+            if not all(map(IS, map(holder.get, names), values)):
+                for n, name in enumerate(names):
+                    now = holder.get(name)
+                    if now is not values[n] and (now is None or self.is_foreign(now)):
+                        return label + "." + name
+            if not all(map(IS, map(CODE, functions), codes)):
+                for n, function in enumerate(functions):
+                    if function.__code__ is not codes[n] and self.is_foreign(function):
+                        return label + "." + function.__name__
         for plugin in plugins:
             module = plugin if hasattr(plugin, "__file__") else sys.modules.get(type(plugin).__module__)
             name = getattr(module, "__file__", None)
@@ -79,7 +91,6 @@ class Reporter:
     def __init__(self, send, wanted, machinery, gentle):
         self.send = send
         self.wanted = frozenset(wanted)
-        self.prefixes = tuple(one for one in wanted if "[" in one and not one.endswith("]"))
         self.machinery = machinery
         self.gentle = gentle
         self.outcome = None
@@ -123,14 +134,8 @@ def hooks_of(reporter, hookimpl):
         @hookimpl(hookwrapper=True, trylast=True)
         def pytest_collection_modifyitems(self, config, items):
             yield
-            kept = [
-                one
-                for one in items
-                if one.nodeid in reporter.wanted or (reporter.prefixes and one.nodeid.startswith(reporter.prefixes))
-            ]
-            items[:] = kept
+            items[:] = [one for one in items if one.nodeid.partition("[")[0] in reporter.wanted]
             reporter.check(config)
-            reporter.send("collected", str(len(kept)))
 
         @hookimpl(hookwrapper=True, tryfirst=True)
         def pytest_runtest_protocol(self, item):

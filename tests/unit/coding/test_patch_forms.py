@@ -118,7 +118,7 @@ REFUSED = {
     "must be a path below the workdir": added("../x"),
     "'/etc/x': must be a path below the workdir": added("x").replace("b/x", "/etc/x").replace("a/x", "/etc/x"),
     "files of git": added("sub/.GIT/hooks/x"),
-    "compiled files of Python": added("tests/__pycache__/test_x.cpython-311.pyc"),
+    "compiled code may not be": added("tests/__pycache__/test_x.cpython-311.pyc"),
     "a link to '../../etc/passwd', which is outside": added("a/b", "120000", "../../etc/passwd"),
     "a link to '/etc', which is outside": added("b", "120000", "/etc"),
     "folder is a link, not a folder": added("folder", "120000", "x.py") + added("folder/new"),
