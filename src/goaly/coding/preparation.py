@@ -46,7 +46,7 @@ class CleanState:
 
 async def prepare(host: SandboxHost, task: CodingTask, spec: SandboxSpec, tools: Toolbox, user: int) -> CleanState:
     """The clean state of a task; TaskProblem if its repository or its setup is at fault."""
-    environment = {"PATH": tools.path, **task.environment}
+    environment = {**task.environment, "PATH": tools.path}  # the task's own PATH is a part of it
     sandbox = await host.start(replace(spec, workdir="/", environment=environment), origin=tools.snapshot)
     try:
         user = await _lay_repository(sandbox, task, user)

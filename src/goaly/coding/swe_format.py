@@ -35,6 +35,7 @@ _NOT_USED = (
     *("interface", "dataset", "rp", "strategy"),
 )
 """Published columns without use here: what was said later, and how the images were built."""
+PYTHON_OF_IMAGES = "/opt/miniconda3/envs/testbed/bin"
 KNOWN = {
     *("instance_id", "base_commit", "patch", "test_patch", "problem_statement", "FAIL_TO_PASS", "PASS_TO_PASS"),
     *("install_config", *IMAGE_COLUMNS, *KEPT, *_NOT_USED),
@@ -61,12 +62,13 @@ class SweSettings(Settings):
     SWE-bench: `swebench/sweb.eval.x86_64.{owner}_1776_{name}`; SWE-Gym: `xingyaoww/sweb.eval.x86_64.{owner}_s_{name}`.
     It becomes lower case."""
     repository: str | None = None
-    """Folder or archive with the repository of an instance, which is laid into the workdir and set to its commit, such
-    as `mirrors/{repo}`; with the same words as `image`. null: the image has it."""
+    """Folder or archive with a clone of an instance's repository, which is laid into the workdir and set to its commit,
+    such as `clones/{repo}`; with the same words as `image`. null: the image has it."""
     workdir: str = "/testbed"
     """The repository's folder in the sandbox."""
-    python: str | None = "/opt/miniconda3/envs/testbed/bin"
-    """Folder of an image that comes first in PATH: the one with its Python and pytest. null changes nothing."""
+    python: str | None = None
+    """Folder that comes first in PATH: the one with the Python that has what the repository needs. null: in an image
+    `/opt/miniconda3/envs/testbed/bin`, where published images have it, and none in `root`."""
     other_columns: tuple[str, ...] = ()
     """Columns that are in no published set; they become metadata. Without them here they are an error."""
 
@@ -119,9 +121,7 @@ class SweRow:
             raise TaskProblem(f"{self.where}: {self.id}: {lacks}; set swe.image or swe.repository")
         if path is not None and not path.exists():
             raise TaskProblem(f"{self.where}: {self.id}: swe.repository: there is no {path}")
-        variables = {}
-        if image is not None and settings.python is not None:
-            variables["PATH"] = f"{settings.python}:{DEFAULTS['PATH']}"
+        python = settings.python or (PYTHON_OF_IMAGES if image is not None else None)
         return CodingTask(
             id=self.id,
             problem=self.problem,
@@ -130,7 +130,7 @@ class SweRow:
             workdir=settings.workdir,
             root=root,
             image=image,
-            environment=variables,
+            environment={} if python is None else {"PATH": f"{python}:{DEFAULTS['PATH']}"},
             setup=(_applying(self.patch),) if self.injects else (),
             solution=reversed_patch(self.patch, most_bytes=MOST_PATCH_BYTES) if self.injects else self.patch,
             metadata=self.metadata,

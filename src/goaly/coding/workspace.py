@@ -117,9 +117,10 @@ class Workspaces:
                     await self.host.forget(tools.result().snapshot)
 
     async def _prepare(self, task: CodingTask) -> CleanState:
-        where = task.image or task.root or self.settings.root
+        where = (task.image or task.root or self.settings.root, task.environment.get("PATH"))
         if where not in self._tools:
-            self._tools[where] = asyncio.create_task(find_tools(self.host, self._spec(task)))
+            path = {} if where[1] is None else {"PATH": where[1]}
+            self._tools[where] = asyncio.create_task(find_tools(self.host, replace(self._spec(task), environment=path)))
         try:
             tools = await asyncio.shield(self._tools[where])
         except BaseException:

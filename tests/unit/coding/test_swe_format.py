@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_the_image_of_a_row_wins_over_the_settings(column: str) -> None:
 def test_a_repository_is_laid_into_the_workdir_and_a_root_takes_the_place_of_images(tmp_path: Path) -> None:
     (tmp_path / "acme/shop").mkdir(parents=True)
     settings = SweSettings(repository=f"{tmp_path}/{{repo}}", workdir="/work")
+    assert read_row(row(), "here").task(replace(settings, python="/p")).environment["PATH"].startswith("/p:")
     made = read_row(row(image_name="mine/shop"), "here").task(settings, tmp_path)
     assert (made.image, made.root, made.workdir) == (None, tmp_path, "/work")
     assert made.repository.path == tmp_path / "acme/shop"

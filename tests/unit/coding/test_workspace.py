@@ -220,3 +220,9 @@ def test_large_contents_of_a_tree_are_read_back():
     assert {path: file.contents for path, file in tree.items()} == files
     assert patch_of(tree, {"f0": None}).startswith("diff --git a/f0 b/f0\ndeleted file mode 100644\n")
     tree.close()
+
+
+async def test_a_task_with_a_path_of_its_own_has_pytest_all_the_same(workspaces: Workspaces, task: CodingTask):
+    task = replace(task, environment={"PATH": "/opt/own/bin:/usr/bin:/bin"})
+    sandbox = await workspaces.start(task)
+    assert (await said(sandbox, "echo $PATH; pytest --version")).startswith(("/opt/goaly/bin:/opt/own", "/opt/own"))
