@@ -25,7 +25,7 @@ ARROWS_BACK: set[tuple[str, str]] = set()
 """Files, and the later rooms that they still import."""
 CIRCLES = {"generate"}
 """Rooms whose files still import each other in a circle."""
-LARGE_ROOMS = {"agents", "coding"}
+LARGE_ROOMS = {"agents", "coding", "sandboxes"}
 LARGE_FILES: set[str] = set()
 
 

@@ -11,12 +11,29 @@ import struct
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from goaly.sandboxes.contract import SandboxDied, SandboxError
+from goaly.sandboxes.process import Inlet, Outlet, Pipe, PipeStream, Stream
 
 LARGEST = 192 * 1024
 """Bytes of the fields of one request."""
 Message = tuple[str, int, list[str], list[int]]
+
+
+@dataclass(slots=True)
+class Ends:
+    """This side of a command's pipes."""
+
+    inputs: list[Outlet] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    outputs: list[Inlet] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    """Their descriptors, where they are pipes of this host."""
+
+    def close(self) -> None:
+        for end in (*self.inputs, *self.streams, *self.outputs):
+            end.close()
 
 
 class Channel(ABC):
@@ -41,7 +58,23 @@ class Channel(ABC):
         self._answers[number] = asyncio.get_running_loop().create_future()
         return self._answers[number]
 
+    @abstractmethod
+    def begin(
+        self, op: str, number: int, fields: Sequence[str | int], pipes: str, most: int, ended: asyncio.Future[int]
+    ) -> Ends:
+        """Send a request for a command with these pipes, a letter each: `r` the command reads it, `s` it is one of its
+        streams, of which `most` bytes are kept, `w` it writes it."""
+
     def send(self, op: str, number: int, *fields: str | int, fds: Sequence[int] = ()) -> None:
+        """Send a request."""
+        self._ready()
+        self._transmit(self._packed(op, number, fields), fds)
+
+    def _ready(self) -> None:
+        if self.closed:
+            raise SandboxDied(f"{self.name} has ended")
+
+    def _packed(self, op: str, number: int, fields: Sequence[str | int]) -> bytes:
         data = op.encode() + struct.pack("<I", number)
         texts = [str(field) for field in fields]
         for text in texts:
@@ -50,9 +83,7 @@ class Channel(ABC):
         data += b"".join(text.encode(errors="surrogateescape") + b"\0" for text in texts)
         if len(data) > LARGEST:
             raise ValueError(f"a command has {len(data)} bytes with its variables; at most {LARGEST} fit: use a file")
-        if self.closed:
-            raise SandboxDied(f"{self.name} has ended")
-        self._transmit(data, fds)
+        return data
 
     @abstractmethod
     def _transmit(self, data: bytes, fds: Sequence[int]) -> None:
@@ -100,6 +131,17 @@ class Channel(ABC):
         self.on_close()
 
 
+def ends_of(fds: Sequence[int], pipes: str, most: int, ended: asyncio.Future[int]) -> Ends:
+    """This side of pipes of this host, a letter each as `Channel.begin` has them."""
+    ends = Ends(fds=list(fds))
+    for fd, pipe in zip(fds, pipes, strict=True):
+        if pipe == "s":
+            ends.streams.append(PipeStream(fd, most))
+        else:
+            (ends.inputs if pipe == "r" else ends.outputs).append(Pipe(fd, ended))
+    return ends
+
+
 class SocketChannel(Channel):
     """A socket of datagrams, which carries descriptors too."""
 
@@ -116,6 +158,25 @@ class SocketChannel(Channel):
             if not self._waiting:
                 self._loop.add_writer(self._socket.fileno(), self._send_waiting)
             self._waiting.append((data, [os.dup(fd) for fd in fds]))
+
+    def begin(
+        self, op: str, number: int, fields: Sequence[str | int], pipes: str, most: int, ended: asyncio.Future[int]
+    ) -> Ends:
+        ours, theirs = [], []
+        for pipe in pipes:
+            reader, writer = os.pipe()
+            ours.append(writer if pipe == "r" else reader)
+            theirs.append(reader if pipe == "r" else writer)
+        ends = ends_of(ours, pipes, most, ended)
+        try:
+            self.send(op, number, *fields, fds=theirs)
+        except BaseException:
+            ends.close()
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        return ends
 
     def _sent(self, data: bytes, fds: Sequence[int]) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from goaly.sandboxes.channel import Channel, Message, SocketChannel
+from goaly.sandboxes.channel import Channel, Ends, Message, SocketChannel, ends_of
 from goaly.sandboxes.contract import FileSnapshot, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.control_groups import PREFIX, groups_of, memory_kills
 from goaly.sandboxes.owner import identity
 from goaly.sandboxes.reaper import reap
-from goaly.sandboxes.resident import ResidentSandbox
+from goaly.sandboxes.resident import ResidentSandbox, pipes_of_command
 from goaly.sandboxes.sandbox import Handler, SandboxHost
 from goaly.sandboxes.server import SandboxServer, connected, connected_to_shared
 
@@ -100,7 +100,9 @@ class NamespaceHost(SandboxHost):
         sandbox = NamespaceSandbox(self, ticket, answer[3][0])
         if pipes := answer[3][1:]:
             command, output_bytes = map(int, answer[2][0].split())
-            await sandbox.go_on_with(command, output_bytes, pipes)
+            ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            letters = pipes_of_command(len(pipes) - 3)
+            await sandbox.go_on_with(command, output_bytes, ends_of(pipes, letters, output_bytes, ended), ended)
         self._live[ticket.number] = sandbox
         return sandbox
 
@@ -196,8 +198,8 @@ class NamespaceSandbox(ResidentSandbox):
     def _memory_kills(self) -> int:
         return memory_kills(self.ticket.name)
 
-    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
-        await self._host.keep(self.ticket, number, output_bytes, pipes)
+    async def _keep(self, number: int, output_bytes: int, ends: Ends) -> None:
+        await self._host.keep(self.ticket, number, output_bytes, ends.fds)
 
     async def snapshot(self) -> FileSnapshot:
         answer = await self._channel.ask("N")

@@ -19,6 +19,10 @@ async def _backend(settings: SandboxSettings, shared: str | None) -> SandboxHost
         from goaly.sandboxes.namespaces import NamespaceHost
 
         return await NamespaceHost.open(shared)
+    if settings.backend == "containers":
+        from goaly.sandboxes.containers import ContainerHost
+
+        return await ContainerHost.open(settings.containers)
     if settings.backend == "remote":
         from goaly.sandboxes.remote import RemoteHost
 

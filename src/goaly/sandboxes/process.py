@@ -11,7 +11,7 @@ import termios
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, Self
+from typing import Protocol
 
 from goaly.sandboxes.contract import CommandResult, Limit, Output
 
@@ -180,7 +180,7 @@ class Process:
 
     def __init__(
         self,
-        stdin: Outlet,
+        stdin: Outlet | None,
         stdout: Stream,
         stderr: Stream,
         *,
@@ -200,35 +200,9 @@ class Process:
         """Its exit code; an error if the sandbox died."""
         self.out_of_memory = out_of_memory
         """Whether the kernel has killed a process of the sandbox for its memory since the last call."""
-        self._stdin: Outlet | None = stdin
+        self._stdin = stdin
         self._kill = kill
         self._began = time.monotonic()
-
-    @classmethod
-    def of_pipes(
-        cls,
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        *,
-        output_bytes: int,
-        kill: Callable[[int, Sequence[int] | None], Awaitable[None]],
-        out_of_memory: Callable[[], bool],
-        extra: Sequence[int] = (),
-    ) -> Self:
-        """A command at the other ends of these pipes of this host."""
-        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        pipes = [Pipe(fd, ended) for fd in extra]
-        return cls(
-            Pipe(stdin, ended),
-            PipeStream(stdout, output_bytes),
-            PipeStream(stderr, output_bytes),
-            ended=ended,
-            kill=kill,
-            out_of_memory=out_of_memory,
-            extra_input=pipes[0] if pipes else None,
-            extra_outputs=pipes[1:],
-        )
 
     async def write(self, data: bytes) -> None:
         """Write to its input as fast as it reads. A command that has closed its input is no error."""

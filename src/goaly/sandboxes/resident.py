@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from goaly.sandboxes.channel import Channel, Message
+from goaly.sandboxes.channel import Channel, Ends, Message
 from goaly.sandboxes.contract import Entry, SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.files import entries_of, stream_of
-from goaly.sandboxes.process import Process
+from goaly.sandboxes.process import Process, Stream
 from goaly.sandboxes.sandbox import Sandbox
 
 OPEN_FILES = 4096
+
+
+def pipes_of_command(extra: int) -> str:
+    """The letters, as `Channel.begin` has them, of a command's pipes."""
+    return "rss" + "r" * min(extra, 1) + "w" * (extra - 1)
 
 
 class ResidentSandbox(Sandbox):
@@ -23,8 +29,8 @@ class ResidentSandbox(Sandbox):
     def __init__(self, spec: SandboxSpec, channel: Channel) -> None:
         self.spec = spec
         self._processes: dict[int, Process] = {}
-        self._pipes: dict[int, tuple[int, Sequence[int]]] = {}
-        """The output's bound and the pipes of each command on this side."""
+        self._ends: dict[int, tuple[int, Ends]] = {}
+        """The output's bound and the pipes of each command, on this side."""
         self._kept: Process | None = None
         self._kills = self._memory_kills()
         self._channel = channel
@@ -52,14 +58,9 @@ class ResidentSandbox(Sandbox):
     ) -> Process:
         largest = self.spec.limits.file_mib << 20
         limits = [resource.RLIMIT_CORE, 0, resource.RLIMIT_FSIZE, largest, resource.RLIMIT_NOFILE, OPEN_FILES]
-        ours, theirs = [], []
-        for theirs_reads in (True, False, False, *(index == 0 for index in range(extra_pipes))):
-            reader, writer = os.pipe()
-            ours.append(writer if theirs_reads else reader)
-            theirs.append(reader if theirs_reads else writer)
         fields = [user, user, cwd, len(limits) // 2, *limits, len(words), *words]
         fields += [f"{key}={value}" for key, value in variables.items()]
-        return self._begin("R", fields, ours, theirs, output_bytes)
+        return self._begin("R", fields, pipes_of_command(extra_pipes), output_bytes)
 
     async def _kill(self, number: int, signal_number: int, keep: Sequence[int] | None) -> None:
         fields = ["group"] if keep is None else ["session", *keep]
@@ -71,8 +72,8 @@ class ResidentSandbox(Sandbox):
         return self._kills > before
 
     async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
-        reader, writer = os.pipe()
-        process = self._move_files("W", to, user, reader, (writer, _empty()), 1)
+        user = self.spec.user if user is None else user
+        process = self._begin("W", [user, user, to], "r", 1)
         try:
             for part in stream_of(entries):
                 await process.write(part)
@@ -82,8 +83,8 @@ class ResidentSandbox(Sandbox):
             process.close()
 
     async def download(self, path: str, *, most_bytes: int = 1 << 28, user: int | None = None) -> list[Entry]:
-        reader, writer = os.pipe()
-        process = self._move_files("G", path, user, writer, (os.open(os.devnull, os.O_WRONLY), reader), 2 * most_bytes)
+        user = self.spec.user if user is None else user
+        process = self._begin("G", [user, user, path], "s", 2 * most_bytes)
         try:
             await process.ended
             process.stdout.drain()
@@ -94,54 +95,41 @@ class ResidentSandbox(Sandbox):
             raise ValueError(f"{path} has more than {most_bytes} bytes")
         return entries_of(output.head + output.tail)
 
-    def _move_files(
-        self, op: str, path: str, user: int | None, theirs: int, ours: tuple[int, int], most: int
-    ) -> Process:
-        user = self.spec.user if user is None else user
-        return self._begin(op, [user, user, path], (*ours, _empty()), [theirs], most)
-
-    def _begin(
-        self, op: str, fields: Sequence[str | int], ours: Sequence[int], theirs: list[int], most: int
-    ) -> Process:
-        """Ask for a process. `ours` are its pipes on this side; `theirs` are closed here."""
+    def _begin(self, op: str, fields: Sequence[str | int], pipes: str, most: int) -> Process:
+        """Ask for a process with these pipes, as `Channel.begin` names them."""
         number = self._channel.new_id()
-        process = self._process(number, most, ours)
-        try:
-            self._channel.send(op, number, *fields, fds=theirs)
-        except BaseException:
-            self._forget(number)
-            process.close()
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        return process
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        return self._process(number, most, self._channel.begin(op, number, fields, pipes, most, ended), ended)
 
-    def _process(self, number: int, most: int, pipes: Sequence[int]) -> Process:
-        process = Process.of_pipes(
-            *pipes[:3],
-            output_bytes=most,
+    def _process(self, number: int, most: int, ends: Ends, ended: asyncio.Future[int]) -> Process:
+        inputs = [*ends.inputs, None, None]
+        process = Process(
+            inputs[0],
+            *[*ends.streams, Stream(1), Stream(1)][:2],
+            ended=ended,
             kill=lambda signal_number, keep: self._kill(number, signal_number, keep),
             out_of_memory=self._killed_for_memory,
-            extra=pipes[3:],
+            extra_input=inputs[1],
+            extra_outputs=ends.outputs,
         )
-        self._processes[number], self._pipes[number] = process, (most, pipes)
+        self._processes[number], self._ends[number] = process, (most, ends)
         return process
 
     def _forget(self, number: int) -> None:
-        del self._processes[number], self._pipes[number]
+        del self._processes[number], self._ends[number]
 
     async def keep(self, process: Process) -> None:
         number = next((number for number, one in self._processes.items() if one is process), None)
         if number is not None:
-            await self._keep(number, *self._pipes[number])
+            await self._keep(number, *self._ends[number])
 
-    async def _keep(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
-        """Leave a command's pipes where an adopter finds them, if the backend has such a place."""
+    @abstractmethod
+    async def _keep(self, number: int, output_bytes: int, ends: Ends) -> None:
+        """Leave a command's pipes where an adopter finds them."""
 
-    async def go_on_with(self, number: int, output_bytes: int, pipes: Sequence[int]) -> None:
+    async def go_on_with(self, number: int, output_bytes: int, ends: Ends, ended: asyncio.Future[int]) -> None:
         """Make a command of an earlier owner the one that is kept."""
-        self._kept = self._process(number, output_bytes, pipes)
+        self._kept = self._process(number, output_bytes, ends, ended)
         await self._kill(number, 0, None)  # of one that has ended, its end is said again
 
     def kept(self) -> Process | None:
@@ -160,7 +148,7 @@ class ResidentSandbox(Sandbox):
                 process.ended.set_exception(SandboxDied(f"{self._channel.name} has ended"))
                 process.ended.exception()
         self._processes.clear()
-        self._pipes.clear()
+        self._ends.clear()
         if self._kept:
             self._kept.close()
         self.ended()
@@ -177,10 +165,3 @@ class ResidentSandbox(Sandbox):
             self._forget(number)
             if not process.ended.done():
                 process.ended.set_result(int(fields[0]))
-
-
-def _empty() -> int:
-    """A pipe from which nothing comes."""
-    reader, writer = os.pipe()
-    os.close(writer)
-    return reader

@@ -26,6 +26,8 @@ class Sandbox(ABC):
     spec: SandboxSpec
     ticket: Any
     """Names it to another process, whose host adopts it by this; it can be pickled."""
+    variables: Mapping[str, str] = DEFAULTS
+    """Variables of its commands that neither its spec nor their caller set."""
     _on_end: tuple[Callable[[], None], ...] = ()
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -58,7 +60,7 @@ class Sandbox(ABC):
 
         Its extra pipes are descriptors 3 and above: it reads the first one, and writes the others."""
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        variables = {**DEFAULTS, **self.spec.environment, **(env or {})}
+        variables = {**self.variables, **self.spec.environment, **(env or {})}
         user = self.spec.user if user is None else user
         return await self._start(words, variables, cwd or self.spec.workdir, user, output_bytes, extra_pipes)
 

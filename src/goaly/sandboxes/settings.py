@@ -35,7 +35,20 @@ class PoolSettings(Settings):
 
 
 class ContainerSettings(Settings):
-    """The backend `containers`."""
+    """The daemon of the backend `containers`, and how it starts them."""
+
+    socket: str = "/run/docker.sock"
+    """Path of the daemon's socket. Podman's is `/run/podman/podman.sock`, served by `podman system service`."""
+    runtime: str | None = None
+    """Runtime that the daemon starts containers with, by its name there: `runc`, `runsc` (gVisor) or `kata`. Null is
+    the daemon's default. Choose gVisor or Kata for code that might attack the kernel."""
+    parallel_starts: PositiveInt = 4
+    """Containers that one process starts at once; further starts wait. Each takes a third of a second of work."""
+    parallel_builds: PositiveInt = 1
+    """Images that one process pulls, loads or builds at once."""
+    snapshot_hours: PositiveFloat = 48.0
+    """The next start removes snapshots that are older than this and that no container uses: those of processes that
+    were killed. Raise it above the longest time that a run is stopped."""
 
 
 class RemoteSettings(Settings):

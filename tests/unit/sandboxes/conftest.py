@@ -10,19 +10,22 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from goaly.sandboxes.containers import ContainerHost
 from goaly.sandboxes.contract import Limits, SandboxSpec
 from goaly.sandboxes.control_groups import PREFIX, hierarchies
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.owner import identity
 from goaly.sandboxes.remote import RemoteHost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
-from goaly.sandboxes.settings import RemoteSettings
+from goaly.sandboxes.settings import ContainerSettings, RemoteSettings
+from tests.unit.sandboxes.daemon import dockerd, missing, write_root
 
 SMALL = Limits(memory_mib=256, disk_mib=64, files=2000, processes=64, file_mib=32)
 
@@ -102,9 +105,32 @@ def remote_server() -> Iterator[RemoteServer]:
     assert server.end() == 0
 
 
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The socket of a daemon of containers, and the image of a root with the usual programs."""
+    if reason := missing():
+        assert os.environ.get("CONTAINER_TESTS") != "required", reason
+        pytest.skip(reason)
+    root = tmp_path_factory.mktemp("root") / "root.tar"
+    write_root(root)
+    with dockerd(tmp_path_factory.mktemp("dockerd")) as address:
+        yield str(address), str(root)
+
+
+LOCAL = ["namespaces", pytest.param("containers", marks=pytest.mark.slow)]
+"""The backends of sandboxes on this machine."""
+
+
 @pytest.fixture
 def backend() -> str:
     return "namespaces"
+
+
+@pytest.fixture
+def spec(backend: str, request: pytest.FixtureRequest) -> SandboxSpec:
+    """A small sandbox of the backend."""
+    small = SandboxSpec(limits=SMALL)
+    return replace(small, image=request.getfixturevalue("daemon")[1]) if backend == "containers" else small
 
 
 @pytest.fixture
@@ -117,6 +143,11 @@ async def host(backend: str, request: pytest.FixtureRequest) -> AsyncIterator[Sa
         status = await asyncio.to_thread(server.status)
         assert (status["sandboxes"], status["snapshots"]) == ([], 0)
         return
+    if backend == "containers":
+        opened = await ContainerHost.open(ContainerSettings(socket=request.getfixturevalue("daemon")[0]))
+        yield opened
+        await opened.close()
+        return
     opened = await NamespaceHost.open()
     assert opened.server
     server = identity(opened.server.process.pid)
@@ -126,6 +157,6 @@ async def host(backend: str, request: pytest.FixtureRequest) -> AsyncIterator[Sa
 
 
 @pytest.fixture
-async def sandbox(host: SandboxHost) -> Sandbox:
-    async with asyncio.timeout(20):
-        return await host.start(SandboxSpec(limits=SMALL))
+async def sandbox(host: SandboxHost, spec: SandboxSpec) -> Sandbox:
+    async with asyncio.timeout(30):
+        return await host.start(spec)

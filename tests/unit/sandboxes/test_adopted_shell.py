@@ -7,41 +7,53 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from goaly.sandboxes.containers import ContainerHost
 from goaly.sandboxes.contract import Limit, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.remote import RemoteHost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
-from goaly.sandboxes.settings import RemoteSettings
+from goaly.sandboxes.settings import ContainerSettings, RemoteSettings
 from goaly.sandboxes.shell import Shell
-from tests.unit.sandboxes.conftest import SMALL
+from tests.unit.sandboxes.conftest import LOCAL
 
 State = tuple[int, list[int]]
+Hosts = tuple[SandboxHost, SandboxHost, SandboxSpec]
 
 
-@pytest.fixture(params=["namespaces", "remote"])
-async def hosts(request: pytest.FixtureRequest) -> AsyncIterator[tuple[SandboxHost, SandboxHost]]:
-    if request.param == "remote":
-        settings = RemoteSettings(servers=(request.getfixturevalue("remote_server").url,))
-        first, second = [await RemoteHost.open(settings) for _ in range(2)]
-    else:
-        name = f"test-{secrets.token_hex(6)}"
-        first, second = [await NamespaceHost.open(shared=name) for _ in range(2)]
+@pytest.fixture(params=[*LOCAL, "remote"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def hosts(backend: str, spec: SandboxSpec, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
+    """Two hosts that can adopt each other's sandboxes, and what to start."""
+    name = f"test-{secrets.token_hex(6)}"
+
+    async def host() -> SandboxHost:
+        if backend == "containers":
+            return await ContainerHost.open(ContainerSettings(socket=request.getfixturevalue("daemon")[0]))
+        if backend == "remote":
+            return await RemoteHost.open(RemoteSettings(servers=(request.getfixturevalue("remote_server").url,)))
+        return await NamespaceHost.open(shared=name)
+
     async with AsyncExitStack() as closing:
-        for host in (first, second):
-            closing.push_async_callback(host.close)
-        yield first, second
+        first, second = [await host() for _ in range(2)]
+        for one in (first, second):
+            closing.push_async_callback(one.close)
+        yield first, second, spec
 
 
-async def opened(host: SandboxHost, *commands: str) -> tuple[Sandbox, Shell]:
+async def opened(hosts: Hosts, *commands: str) -> tuple[Sandbox, Shell]:
     """A shell that has run these commands."""
-    sandbox = await host.start(SandboxSpec(limits=SMALL))
+    sandbox = await hosts[0].start(hosts[2])
     shell = await Shell.open(sandbox)
     for command in commands:
         await shell.run(command)
     return sandbox, shell
 
 
-async def adopted(hosts: tuple[SandboxHost, SandboxHost], sandbox: Sandbox, state: State) -> tuple[Sandbox, Shell]:
+async def adopted(hosts: Hosts, sandbox: Sandbox, state: State) -> tuple[Sandbox, Shell]:
     await hosts[0].leave()
     taken = await hosts[1].adopt(sandbox.ticket)
     shell = Shell.adopted(taken, *state)
@@ -49,15 +61,15 @@ async def adopted(hosts: tuple[SandboxHost, SandboxHost], sandbox: Sandbox, stat
     return taken, shell
 
 
-async def test_a_shell_keeps_folder_variables_functions_and_jobs(hosts: tuple[SandboxHost, SandboxHost]):
-    sandbox, shell = await opened(hosts[0], "cd /usr", "x=5; f() { echo f$x; }", "sleep 1000 & :")
+async def test_a_shell_keeps_folder_variables_functions_and_jobs(hosts: Hosts):
+    sandbox, shell = await opened(hosts, "cd /usr", "x=5; f() { echo f$x; }", "sleep 1000 & :")
     _, shell = await adopted(hosts, sandbox, shell.state)
     assert await shell.rest() is None
     assert (await shell.run("pwd; f; jobs -r | wc -l")).stdout.text() == "/usr\nf5\n1\n"
 
 
-async def test_a_command_that_was_running_is_waited_for_and_not_run_again(hosts: tuple[SandboxHost, SandboxHost]):
-    sandbox, shell = await opened(hosts[0], "mkfifo /tmp/go /tmp/begun")
+async def test_a_command_that_was_running_is_waited_for_and_not_run_again(hosts: Hosts):
+    sandbox, shell = await opened(hosts, "mkfifo /tmp/go /tmp/begun")
     state = shell.state
     command = "echo > /tmp/begun; read line < /tmp/go; echo once >> /tmp/log; echo said; exit_() { return 7; }; exit_"
     running = asyncio.ensure_future(shell.run(command))
@@ -72,8 +84,8 @@ async def test_a_command_that_was_running_is_waited_for_and_not_run_again(hosts:
     assert (await shell.run("cat /tmp/log")).stdout.text() == "once\n"
 
 
-async def test_a_command_that_was_running_and_does_not_end_is_stopped(hosts: tuple[SandboxHost, SandboxHost]):
-    sandbox, shell = await opened(hosts[0], "mkfifo /tmp/begun; sleep 1000 & :")
+async def test_a_command_that_was_running_and_does_not_end_is_stopped(hosts: Hosts):
+    sandbox, shell = await opened(hosts, "mkfifo /tmp/begun; sleep 1000 & :")
     state = shell.state
     running = asyncio.ensure_future(shell.run("echo > /tmp/begun; sleep 1000"))
     running.add_done_callback(lambda done: done.exception())
@@ -86,9 +98,9 @@ async def test_a_command_that_was_running_and_does_not_end_is_stopped(hosts: tup
 
 
 async def test_the_end_that_the_earlier_owner_has_read_is_not_that_of_the_next_command(
-    hosts: tuple[SandboxHost, SandboxHost],
+    hosts: Hosts,
 ):
-    sandbox, shell = await opened(hosts[0], ":")
+    sandbox, shell = await opened(hosts, ":")
     state = shell.state
     await shell.run("echo seen; (exit 9)")
     _, shell = await adopted(hosts, sandbox, state)
@@ -98,16 +110,16 @@ async def test_the_end_that_the_earlier_owner_has_read_is_not_that_of_the_next_c
 
 
 @pytest.mark.parametrize("written", [b"", b"touch /tmp/part", b"touch /tmp/part\0", b"touch /tmp/part\0ru"])
-async def test_a_command_that_was_written_in_part_is_not_run(hosts: tuple[SandboxHost, SandboxHost], written: bytes):
-    sandbox, shell = await opened(hosts[0], ":")
+async def test_a_command_that_was_written_in_part_is_not_run(hosts: Hosts, written: bytes):
+    sandbox, shell = await opened(hosts, ":")
     await shell._commands.write(written)
     _, shell = await adopted(hosts, sandbox, shell.state)
     assert await shell.rest() is None
     assert (await shell.run("ls /tmp/part; echo next")).stdout.text() == "next\n"
 
 
-async def test_a_shell_that_ended_while_nobody_had_it_is_dead(hosts: tuple[SandboxHost, SandboxHost]):
-    sandbox, shell = await opened(hosts[0], "mkfifo /tmp/go /tmp/begun")
+async def test_a_shell_that_ended_while_nobody_had_it_is_dead(hosts: Hosts):
+    sandbox, shell = await opened(hosts, "mkfifo /tmp/go /tmp/begun")
     state = shell.state
     running = asyncio.ensure_future(shell.run("echo > /tmp/begun; read line < /tmp/go; exit 4"))
     running.add_done_callback(lambda done: done.exception())
@@ -123,8 +135,8 @@ async def test_a_shell_that_ended_while_nobody_had_it_is_dead(hosts: tuple[Sandb
     assert not shell.alive
 
 
-async def test_a_shell_whose_end_the_earlier_owner_has_read_is_dead(hosts: tuple[SandboxHost, SandboxHost]):
-    sandbox, shell = await opened(hosts[0])
+async def test_a_shell_whose_end_the_earlier_owner_has_read_is_dead(hosts: Hosts):
+    sandbox, shell = await opened(hosts)
     state = shell.state
     assert (await shell.run("exit 4")).exit_code == 4
     _, shell = await adopted(hosts, sandbox, state)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from goaly.sandboxes.contract import Entry, Limit, SandboxDied, SandboxSpec, San
 from goaly.sandboxes.files import folder_entries, write_folder
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.shell import Shell
-from tests.unit.sandboxes.conftest import SMALL, first_process
+from tests.unit.sandboxes.conftest import LOCAL, first_process
 
 
-@pytest.fixture(params=["namespaces", "remote"])
+@pytest.fixture(params=[*LOCAL, "remote"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -203,17 +204,24 @@ async def test_a_sandbox_that_died_raises_and_its_commands_do_too(host: SandboxH
     await sandbox.stop()
 
 
-async def test_bad_roots_are_refused(host: SandboxHost, tmp_path: Path):
+async def test_what_a_backend_cannot_start_is_refused(
+    host: SandboxHost, backend: str, spec: SandboxSpec, tmp_path: Path
+):
     with pytest.raises(SandboxUnavailable, match="none"):
-        await host.start(SandboxSpec(root=tmp_path / "none", limits=SMALL))
-    with pytest.raises(SandboxUnavailable, match=r"no images.*debian:12.*use the backend containers"):
-        await host.start(SandboxSpec(image="debian:12"))
+        await host.start(replace(spec, root=tmp_path / "none"))
+    match = r"starts images.*image=None.*use the backend namespaces"
+    if backend != "containers":
+        match, spec = r"no images.*debian:12.*use the backend containers", replace(spec, image="debian:12")
+    else:
+        spec = replace(spec, image=None)
+    with pytest.raises(SandboxUnavailable, match=match):
+        await host.start(spec)
 
 
-async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: SandboxHost):
+async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(host: SandboxHost, spec: SandboxSpec):
     ends = []
     for stop in (True, False):
-        sandbox = await host.start(SandboxSpec(limits=SMALL))
+        sandbox = await host.start(spec)
         told = asyncio.Event()
         sandbox.when_ended(lambda told=told: (ends.append(1), told.set()))
         if stop:

@@ -7,6 +7,7 @@ import pytest
 
 from goaly.sandboxes.network import allow, forward
 from goaly.sandboxes.sandbox import Sandbox
+from tests.unit.sandboxes.conftest import LOCAL
 
 GET = """
 import sys, urllib.request
@@ -15,7 +16,7 @@ except Exception as error: print(type(error).__name__, error)
 """
 
 
-@pytest.fixture(params=["namespaces", "remote"])
+@pytest.fixture(params=[*LOCAL, "remote"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -34,7 +34,8 @@ char command_root[32];
 static struct { uint32_t id; pid_t pid; } commands[MOST_COMMANDS];
 
 void fail(const char *doing) {
-    wire_say(control, 'E', 0, "%s: %s", doing, strerror(errno));
+    if (control < 0) perror(doing);
+    else wire_say(control, 'E', 0, "%s: %s", doing, strerror(errno));
     _exit(1);
 }
 
@@ -116,7 +117,7 @@ static void run(void) {
     int report = fcntl(control, F_DUPFD_CLOEXEC, 64);
     for (int i = 0; i < m.n_fds; i++) m.fds[i] = fcntl(m.fds[i], F_DUPFD_CLOEXEC, 65);
     for (int i = 0; i < m.n_fds; i++) dup2(m.fds[i], i);
-    close_range((unsigned)m.n_fds, ~0u, CLOSE_RANGE_CLOEXEC);
+    syscall(SYS_close_range, (unsigned)m.n_fds, ~0u, 1 << 2 /* CLOSE_RANGE_CLOEXEC */);   /* not every C library has it */
     control = report;
     become(uid, gid);
     if (chdir(folder)) dprintf(2, "%s: %s\n", folder, strerror(errno)), _exit(126);
@@ -178,6 +179,22 @@ static void end(void) {
     wire_send(control, 'K', m.id, NULL, 0, NULL, 0);
 }
 
+/* How often the kernel has killed a process because the control group's memory was used up, if this process can see that. */
+static long memory_kills(void) {
+    static const char *paths[] = {"/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"};
+    char text[1024];
+    for (int i = 0; i < 2; i++) {
+        int fd = open(paths[i], O_RDONLY | O_CLOEXEC);
+        if (fd < 0) continue;
+        ssize_t n = read(fd, text, sizeof text - 1);
+        close(fd);
+        text[n < 0 ? 0 : n] = 0;
+        const char *found = strstr(text, "oom_kill ");
+        return found ? atol(found + 9) : 0;
+    }
+    return 0;
+}
+
 void reap(int signals) {
     struct signalfd_siginfo skipped[32];
     while (read(signals, skipped, sizeof skipped) > 0) {}
@@ -186,7 +203,8 @@ void reap(int signals) {
         for (int i = 0; i < MOST_COMMANDS; i++)
             if (commands[i].pid == pid) {
                 commands[i].pid = 0;
-                wire_say(control, 'X', commands[i].id, "%d", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+                int killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+                wire_say(control, 'X', commands[i].id, "%d%c%ld", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), 0, killed ? memory_kills() : 0);
             }
 }
 
