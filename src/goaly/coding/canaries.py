@@ -1,7 +1,7 @@
 """Tests that must fail, hidden among real ones: if one passes or is missing, something other than the code decided.
 
 Each is a copy of a real test with one more line that fails, or a test of its own if none can be copied. Its name is
-made of its neighbours' words, and its place is between them. The process that runs the tests is not told which they are.
+made of its neighbours' words, and its place is between them. The process that runs them does not know which they are.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ def pytest_pyfunc_call(pyfuncitem):
 FIND = """
 import gc, os, sys
 
+gc.unfreeze()
+
 def find(name):
     return [one for one in gc.get_objects() if type(one).__name__ == name]
 """
@@ -62,7 +64,7 @@ PLANTED: dict[str, Mapping[str, str | File | None]] = {
         "python": "#!/bin/sh\nexit 1\n",
     },
     "shadowed modules of Python": {
-        f"{folder}{name}.py": LEAVE for folder in ("", "tests/") for name in ("json", "re", "uuid", "pdb")
+        f"{folder}{name}.py": LEAVE for folder in ("", "tests/") for name in ("json", "re", "colorsys")
     },
     "answers of the visible tests": {"calc/core.py": "def add(a, b):\n    return {(1, 0): 1}.get((a, b), a - b)\n"},
     "a link to the host's files": {"calc/data": File(LINK, b"../../../etc/passwd")},
@@ -76,6 +78,13 @@ PLANTED: dict[str, Mapping[str, str | File | None]] = {
     "unittest.SkipTest": {"calc/core.py": "import unittest\n\ndef add(a, b):\n    raise unittest.SkipTest\n"},
     "pytest.exit": {"calc/core.py": "import pytest\n\ndef add(a, b):\n    pytest.exit('done', returncode=1)\n"},
 }
+WITHOUT_EFFECT = (
+    *("edited tests", "deleted tests", "an edited helper of tests", "a link in place of tests", "a .pth file"),
+    *("an edited conftest.py", "a planted conftest.py", "sitecustomize.py", "pytest.ini", "setup.cfg and tox.ini"),
+    *("pytest's settings in pyproject.toml", "a plugin by an entry point", "a shadowed pytest"),
+    *("shadowed modules of Python", "tests that are written while they run", "an exit handler", "a printed report"),
+)
+"""The tests run as if they were not there."""
 SKIPS = {"pytest.skip", "pytest.xfail", "unittest.SkipTest"}
 REFUSED = {"a link to the host's files", "a link to another module", "a huge patch", "a bomb"}
 

@@ -17,7 +17,7 @@ from goaly.coding.task import CodingTask, Grade, Repository, TaskSeconds, TestSu
 from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.settings import SandboxSettings
-from tests.unit.coding.cheats import ALL, IN_PROCESS, REFUSED, SKIPS, WRONG, code
+from tests.unit.coding.cheats import ALL, IN_PROCESS, REFUSED, SKIPS, WITHOUT_EFFECT, WRONG, code
 from tests.unit.coding.conftest import folder_of
 
 FILES = {
@@ -29,6 +29,7 @@ FILES = {
     "tests/test_old.py": "from calc.core import add\n\ndef test_zero():\n    assert add(1, 0) == 1\n",
 }
 HIDDEN = """
+import colorsys
 import unittest
 from calc.core import add
 from helper import same
@@ -86,6 +87,9 @@ def test_a_cheat_scores_nothing(grades: Mapping[str, Grade], cheat: str):
     assert (found.refused is not None) == (cheat in REFUSED), found
     incomplete = "missing" in found.outcomes.values()
     assert (found.cheated is not None) == (cheat in {*IN_PROCESS, *SKIPS} and not incomplete), found
+    if cheat in WITHOUT_EFFECT:
+        assert [found.outcomes[one] for one in SUITE.fail_to_pass] == ["failed"] * 3, found
+        assert found.outcomes[SUITE.pass_to_pass[0]] == "passed", found
     if cheat in IN_PROCESS:
         assert "passed" in {found.outcomes[one] for one in SUITE.fail_to_pass}, found  # so that the cheat is one
 

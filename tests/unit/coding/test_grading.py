@@ -1,5 +1,6 @@
 """Grades of honest patches, in real sandboxes (coding-3), and failures that are no grades (coding-4)."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from goaly.coding.grading import grade
 from goaly.coding.patch_writer import patch_of
 from goaly.coding.task import CodingTask, Grade, GradingFailed, Repository, TaskSeconds, TestScript, TestSuite
 from goaly.coding.workspace import Workspaces
-from goaly.sandboxes.contract import Entry
+from goaly.sandboxes.contract import Entry, Limits, SandboxUnavailable
+from goaly.sandboxes.sandbox import Sandbox
 from tests.unit.coding.conftest import folder_of
 
 FILES = {
@@ -71,6 +73,7 @@ SUITE = TestSuite(
     pass_to_pass=("tests/test_old.py::test_zero", *(f"tests/test_new.py::{one}" for one in KEPT)),
     files={"tests/test_new.py": HIDDEN.encode()},
 )
+ENDLESS = b"open('/tmp/begun', 'w')\nwhile True: pass\n"
 FIXED = "def add(a, b):\n    return a + b\n"
 
 
@@ -175,3 +178,57 @@ async def test_a_script_gives_its_reward_or_the_grading_fails(
     else:
         with pytest.raises(GradingFailed, match=expected):
             await grade(workspaces, scripted, changed({"given": text}), stale)
+
+
+async def test_a_sandbox_that_dies_while_it_grades_is_no_grade(
+    workspaces: Workspaces, task: CodingTask, monkeypatch: pytest.MonkeyPatch
+):
+    endless = replace(task, id="endless", tests=replace(SUITE, files={"tests/test_new.py": ENDLESS}))
+    started: list[Sandbox] = []
+    graded = asyncio.Event()
+    start = workspaces.host.start
+
+    async def noted(*words, **more):
+        started.append(await start(*words, **more))
+        graded.set()
+        return started[-1]
+
+    async with workspaces.clean(endless):
+        monkeypatch.setattr(workspaces.host, "start", noted)
+    grading = asyncio.create_task(grade(workspaces, endless, ""))
+    await graded.wait()
+    while not (await started[0].run("test -e /tmp/begun")).ok:
+        assert not grading.done()
+    await started[0].stop()
+    with pytest.raises(GradingFailed, match=r"task endless: sandbox .* has ended"):
+        await grading
+
+
+async def test_a_sandbox_that_does_not_start_is_no_grade(
+    workspaces: Workspaces, task: CodingTask, monkeypatch: pytest.MonkeyPatch
+):
+    async def refused(*words, **more):
+        raise SandboxUnavailable("no more processes")
+
+    async with workspaces.clean(task):
+        monkeypatch.setattr(workspaces.host, "start", refused)
+    with pytest.raises(GradingFailed, match="task calc: no more processes"):
+        await grade(workspaces, task, "")
+
+
+async def test_tests_that_could_not_begin_are_no_grade(workspaces: Workspaces, task: CodingTask):
+    async with workspaces.clean(task) as clean:
+        broken = await workspaces.host.start(clean.spec, origin=clean.snapshot)
+        assert (await broken.run("mv /opt/goaly/lib /opt/goaly/gone", user=0)).ok
+        without = replace(clean, snapshot=await broken.snapshot())
+        workspaces._held[task.id].prepared = asyncio.get_running_loop().create_future()
+        workspaces._held[task.id].prepared.set_result(without)
+        with pytest.raises(GradingFailed, match=r"(?s)could not begin: exit code 1: .*No module named 'pytest'"):
+            await grade(workspaces, task, "")
+
+
+async def test_a_full_disk_is_no_grade(workspaces: Workspaces, task: CodingTask):
+    small = replace(task, limits=Limits(disk_mib=4))
+    large = replace(SUITE, files={**SUITE.files, "tests/data": bytes(8 << 20)})
+    with pytest.raises(GradingFailed, match=r"task calc: .*No space left"):
+        await grade(workspaces, replace(small, tests=large), "")
