@@ -1,13 +1,13 @@
 """Checks coding tasks, lists them, and grades the patches of any agent.
 
-    python -m apps.coding.tasks validate PATH [--jobs N] [--json FILE] [--keep FILE] [--write] [KEY=VALUE ...]
-    python -m apps.coding.tasks list PATH [--keep FILE] [KEY=VALUE ...]
-    python -m apps.coding.tasks grade PATH PREDICTIONS [--jobs N] [--json FILE] [KEY=VALUE ...]
+    python -m apps.coding.tasks validate PATH [--jobs N] [--times N] [--json FILE] [--keep FILE] [--write]
+    python -m apps.coding.tasks list PATH [--keep FILE]
+    python -m apps.coding.tasks grade PATH PREDICTIONS [--jobs N] [--json FILE]
 
 PATH is a JSONL or Parquet file of SWE-bench's form, a task's folder of Harbor's form or of our own, or a folder of such
 folders. `validate` tries the known solution and no change three times each: a task can be used if the one scores 1.0
 and the other 0.0 every time. `list` only reads the tasks. `--keep` writes a file of the tasks that can be used, which
-is a PATH again. `grade` reads predictions in SWE-bench's form. The keys are those of a run, such as
+is a PATH again. `grade` reads predictions in SWE-bench's form. Settings of a run follow as KEY=VALUE, such as
 `sandbox.backend=containers` and `coding.tasks.swe.image=...`.
 """
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from apps.coding.tasks.validation import Grader, Verdict
     from goaly.coding.workspace import Workspaces
 
+TIMES = 3
 PROG = "python -m apps.coding.tasks"
 
 
@@ -69,6 +70,7 @@ def arguments() -> argparse.ArgumentParser:
     tried.add_argument("--jobs", type=_count, default=2, metavar="N", help="tasks that are tried at once (2)")
     tried.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     validate = commands.add_parser("validate", parents=[path, tried, keep], help="try the solution, and no change")
+    validate.add_argument("--times", type=_count, default=TIMES, metavar="N", help=f"attempts of each kind ({TIMES})")
     validate.add_argument("--write", action="store_true", help="of our own folders: write the test ids into task.toml")
     commands.add_parser("list", parents=[path, keep], help="a line for each task")
     grade = commands.add_parser("grade", parents=[path, tried], help="grade the patches of any agent")
@@ -132,10 +134,11 @@ async def validate_tasks(tasks: TaskFile, line: argparse.Namespace, config: Task
         said = "can be used" if verdict.wrong is None else f"left out: {verdict.wrong}"
         print(f"{verdict.id}  {said}  ({verdict.seconds:.1f} s)", flush=True)
 
+    if line.write:
+        async with _grading(config) as (workspaces, _):
+            await write_ids(tasks, workspaces, line.times)
     async with _grading(config) as (workspaces, grade):
-        if line.write:
-            await write_ids(tasks, workspaces)
-        verdicts = await validate(tasks, workspaces, grade, jobs=line.jobs, report=show)
+        verdicts = await validate(tasks, workspaces, grade, jobs=line.jobs, times=line.times, report=show)
     good = [verdict.id for verdict in verdicts if verdict.wrong is None]
     print(f"{len(good)} of {len(tasks)} tasks can be used")
     _keep(tasks, good, line.keep)
@@ -143,16 +146,15 @@ async def validate_tasks(tasks: TaskFile, line: argparse.Namespace, config: Task
     return 0 if len(good) == len(tasks) else 1
 
 
-async def write_ids(tasks: TaskFile, workspaces: "Workspaces") -> None:
+async def write_ids(tasks: TaskFile, workspaces: "Workspaces", times: int) -> None:
     """Write the ids of the tests that each task's solution makes pass, and of those that it keeps, into its folder."""
     from apps.coding.tasks.observed_tests import observed_tests, with_ids
-    from apps.coding.tasks.validation import TIMES
 
     for id, place in tasks.places.items():
         folder = Path(place.path)
         if place.row is not None or is_harbor(folder):
             raise TaskProblem(f"{place}: --write is for tasks of our own form; {id} names its tests already")
-        found = await observed_tests(read_task(folder, without_ids=True), workspaces, TIMES)
+        found = await observed_tests(read_task(folder, without_ids=True), workspaces, times)
         file = folder / CONFIG
         file.write_text(with_ids(file.read_text(encoding="utf-8"), *found), encoding="utf-8")
         print(f"{id}  {len(found[0])} tests to pass, {len(found[1])} to keep, written to {file}", flush=True)

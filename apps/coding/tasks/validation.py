@@ -16,7 +16,6 @@ from goaly.sandboxes.contract import Entry, SandboxError
 
 T = TypeVar("T")
 
-TIMES = 3
 SHOWN_TESTS = 3
 SHOWN_CHARACTERS = 300
 SOLUTION = "/solution"
@@ -54,7 +53,7 @@ async def validate(
     grade: Grader,
     *,
     jobs: int,
-    times: int = TIMES,
+    times: int,
     report: Callable[[Verdict], object] = lambda verdict: None,
 ) -> list[Verdict]:
     """The verdicts on all tasks, in their order, with `jobs` tasks at once. `report` gets each when it is known."""
@@ -83,9 +82,7 @@ async def at_once(values: Iterable[T], work: Callable[[T], Awaitable[None]], job
             group.create_task(worker())
 
 
-async def why_unusable(
-    tasks: TaskFile, id: str, workspaces: Workspaces, grade: Grader, times: int = TIMES
-) -> str | None:
+async def why_unusable(tasks: TaskFile, id: str, workspaces: Workspaces, grade: Grader, times: int) -> str | None:
     """Why a task cannot be used, in one sentence; None if it can."""
     try:
         task = await asyncio.to_thread(tasks.task, id)
@@ -134,10 +131,10 @@ def reason_of(grade: Grade) -> str:
     if grade.refused is not None:
         return f"its patch was refused: {grade.refused}"
     failed = [f"{test} {outcome}" for test, outcome in grade.outcomes.items() if outcome != "passed"]
-    if failed:
+    if failed and set(grade.outcomes.values()) != {"missing"}:
         more = f" and {len(failed) - SHOWN_TESTS} more" if len(failed) > SHOWN_TESTS else ""
         return ", ".join(failed[:SHOWN_TESTS]) + more
-    return _short(grade.log) or "its tests say no more"
+    return f"no test ran: {_short(grade.log)}" if failed else _short(grade.log) or "its tests say no more"
 
 
 def _short(text: object) -> str:

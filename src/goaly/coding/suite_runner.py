@@ -17,14 +17,25 @@ IS, CODE = operator.is_, operator.attrgetter("__code__")
 
 
 class PathAfterTheStandardLibrary(list):
-    """`sys.path` in which nothing comes before Python's own modules: a `json.py` in the repository replaces none."""
+    """`sys.path` in which nothing comes before Python's own modules: a `json.py` in the repository replaces none.
+
+    What code puts at its beginning stands behind them, and is also what the code takes away from its beginning."""
 
     def __init__(self, entries, first):
         super().__init__(entries)
         self.first = first
 
     def insert(self, index, entry):
-        super().insert(max(index, self.first) if index >= 0 else index, entry)
+        super().insert(self.behind(index), entry)
+
+    def pop(self, index=-1):
+        return super().pop(self.behind(index))
+
+    def __delitem__(self, index):
+        super().__delitem__(index if isinstance(index, slice) else self.behind(index))
+
+    def behind(self, index):
+        return max(index, self.first) if index >= 0 else index
 
 
 class Machinery:

@@ -72,6 +72,9 @@ def _connection(folder: Path) -> socket.socket | None:
     except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
         return None
+    except BlockingIOError:
+        connection.close()
+        raise
     return connection
 
 
@@ -84,7 +87,11 @@ def reap() -> list[str]:
                 removed.append(f"control group {group}")
     with alone():
         for folder in sorted(servers_folder().iterdir()):
-            if connection := _connection(folder):
+            try:
+                connection = _connection(folder)
+            except BlockingIOError:
+                continue  # a server that lives, with as many new clients as may wait
+            if connection is not None:
                 connection.close()
             else:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -5,18 +5,21 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
 
 from goaly.sandboxes.contract import SandboxSpec
 from goaly.sandboxes.control_groups import PREFIX, hierarchies
 from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
 from goaly.sandboxes.owner import identity
 from goaly.sandboxes.reaper import live_sandboxes, reap
+from goaly.sandboxes.server import SOCKET, servers_folder
 from tests.unit.sandboxes.conftest import SMALL, groups_of_server
 
 OTHER = """
@@ -174,3 +177,21 @@ async def test_a_start_that_is_cancelled_leaves_no_sandbox(host: NamespaceHost):
     last = await host.start(SandboxSpec(limits=SMALL))
     await last.stop()  # the server handles requests in turn
     assert [one for one in live_sandboxes() if one.labels.get("task") == "cancelled"] == []
+
+
+def test_a_server_with_many_clients_that_wait_is_left_alone():
+    folder = servers_folder() / secrets.token_hex(6)
+    folder.mkdir()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server, ExitStack() as clients:
+            server.bind(str(folder / SOCKET))
+            server.listen(0)
+            with suppress(BlockingIOError):
+                while True:
+                    client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    client.setblocking(False)
+                    client.connect(str(folder / SOCKET))
+            assert f"folder {folder}" not in reap()
+            assert folder.is_dir()
+    finally:
+        rmtree(folder)
