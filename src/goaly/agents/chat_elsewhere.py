@@ -38,6 +38,7 @@ class ChatElsewhere:
         """Chats that train nothing and have no reward: a session makes no trajectory of them."""
         self._credits = 0.0
         self.notes: list[Mapping[str, Any]] = []
+        self.marks: dict[str, Any] = {}
         self._reward: float | None = None
 
     async def say(
@@ -87,6 +88,10 @@ class ChatElsewhere:
     def rewarded(self, reward: float) -> None:
         """Add to the reward of the whole episode."""
         self._reward = (self._reward or 0.0) + reward_value(reward, self._prompt_id)
+
+    def mark(self, name: str, value: Any) -> None:
+        """Keep a JSON value by which the episode could go on; an evaluation begins again instead."""
+        self.marks[name] = value
 
     def note(self, note: Mapping[str, Any]) -> None:
         """Keep a JSON object with the episode."""

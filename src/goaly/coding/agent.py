@@ -12,8 +12,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from goaly.agents.session import SessionExhausted
+from goaly.coding.calls import Calls
 from goaly.coding.settings import CodingSettings
-from goaly.coding.tools import BASH, SCHEMAS, SUBMIT, Tools
+from goaly.coding.tools import BASH, SCHEMAS, SUBMIT
 from goaly.generate.policy import ContextFull, PromptFillsContext
 from goaly.prompts.prompt import Message
 
@@ -59,7 +60,7 @@ BLOCK_REMINDER = "Write one block of commands between ```bash and ```. When you 
 BLOCK = re.compile(r"^```(?:bash|sh)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
-async def by_tools(asked: Sequence[Message], chat: Chat, tools: Tools, settings: CodingSettings, workdir: str) -> End:
+async def by_tools(asked: Sequence[Message], chat: Chat, calls: Calls, settings: CodingSettings, workdir: str) -> End:
     """Let the policy work by native tool calls."""
     said, silent = begun(asked, settings.instructions, TOOLS_SYSTEM, workdir), 0
     for _ in range(settings.turns):
@@ -69,9 +70,9 @@ async def by_tools(asked: Sequence[Message], chat: Chat, tools: Tools, settings:
         said.append(answer)
         for call in answer.tool_calls or ():
             function = call["function"]
-            result = await tools.call(function["name"], function["arguments"])
+            result = await calls.call(function["name"], function["arguments"])
             said.append(Message(role="tool", content=result, tool_call_id=call["id"], name=function["name"]))
-            if tools.submitted:
+            if calls.submitted:
                 return End.SUBMITTED
         silent = 0 if answer.tool_calls else silent + 1
         if silent > settings.reminders:
@@ -81,7 +82,7 @@ async def by_tools(asked: Sequence[Message], chat: Chat, tools: Tools, settings:
     return End.TURNS
 
 
-async def by_text(asked: Sequence[Message], chat: Chat, tools: Tools, settings: CodingSettings, workdir: str) -> End:
+async def by_text(asked: Sequence[Message], chat: Chat, calls: Calls, settings: CodingSettings, workdir: str) -> End:
     """Let the policy work by one fenced block of commands in each answer."""
     said, silent = begun(asked, settings.instructions, TEXT_SYSTEM, workdir), 0
     for _ in range(settings.turns):
@@ -96,10 +97,10 @@ async def by_text(asked: Sequence[Message], chat: Chat, tools: Tools, settings: 
         if silent:
             said.append(Message(role="user", content=BLOCK_REMINDER))
         elif blocks[0].strip() == SUBMIT:
-            tools.submit()
+            await calls.call(SUBMIT, "{}")
             return End.SUBMITTED
         else:
-            shown = await tools.call(BASH, json.dumps({"command": blocks[0]}))
+            shown = await calls.call(BASH, json.dumps({"command": blocks[0]}))
             said.append(Message(role="user", content=shown))
     return End.TURNS
 

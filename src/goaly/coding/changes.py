@@ -40,6 +40,10 @@ class FileChanges:
         self._stamps: dict[str, str] | None = None
         """Size and time of each file of a large workdir."""
 
+    def move_to(self, sandbox: Sandbox) -> None:
+        """Look into another sandbox, with the same files, from now on."""
+        self._sandbox = sandbox
+
     async def begin(self) -> None:
         """Look at the files before the agent changes any."""
         try:

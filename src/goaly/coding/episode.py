@@ -7,13 +7,18 @@ judged, end the episode, which begins again (`rollout.episode_retries`) or fails
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+import base64
+import pickle
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from goaly.coding.agent import End, by_text, by_tools
+from goaly.coding.calls import Calls
 from goaly.coding.changes import FileChanges
 from goaly.coding.grading import grade
+from goaly.coding.held_sandbox import HeldSandbox
 from goaly.coding.patch_reader import PatchProblem
 from goaly.coding.program_agent import by_program
 from goaly.coding.settings import CodingSettings
@@ -22,20 +27,44 @@ from goaly.coding.task_files import task_of
 from goaly.coding.tools import Tools
 from goaly.coding.workspace import Workspaces
 from goaly.prompts.prompt import Prompt
-from goaly.rollout.episode import EpisodeContext
+from goaly.rollout.episode import EpisodeContext, resumable
 from goaly.rollout.running_episodes import EpisodeTimeout
+from goaly.sandboxes.contract import Entry
 from goaly.sandboxes.opening import open_host
-from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.settings import SandboxSettings
 from goaly.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from goaly.agents.chat import Chat
 
+
+LEFT: Final = "left"
+"""The mark of an attempt whose agent has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLeft:
+    """What an agent left in its sandbox."""
+
+    end: End
+    patch: str
+    refused: str | None
+    """Why the patch is not tried; None if it is."""
+    artifacts: Sequence[Entry]
+
+
+@resumable
 class CodingEpisode:
-    """The episode of a coding agent, as `apps.coding.main` runs it. The first one opens the host of sandboxes."""
+    """The episode of a coding agent, as `apps.coding.main` runs it. The first one opens the host of sandboxes.
+
+    One that goes on in another worker adopts its sandbox (coding-5): the workers of a host share its server.
+    """
 
     def __init__(self, settings: CodingSettings, sandboxes: SandboxSettings) -> None:
         self.settings = settings
         self._sandboxes = sandboxes
+        self.run = f"run-{secrets.token_hex(8)}"
+        """The workers of a run that are on one host share a server of sandboxes by this name."""
         self._opening: asyncio.Task[Workspaces] | None = None
 
     async def __call__(self, prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
@@ -43,48 +72,61 @@ class CodingEpisode:
         task, chat = task_of(prompt, self.settings.tasks), context.chat
         workspaces = await self._workspaces()
         labels = {"task": task.id, "episode": f"{prompt.id}/{context.sample_index}"}
-        refused, artifacts = None, []
-        sandbox = await workspaces.start(task, labels)
-        try:
-            end = await self._work(workspaces, task, prompt, context, sandbox)
-            chat.note({"kind": "end", "how": str(end)})
-            if end is not End.SUBMITTED and self.settings.cut_off == "reward":
-                raise EpisodeTimeout(f"the attempt at {task.id} ended by its limit: {end}")
-            try:
-                patch = await workspaces.patch(task, sandbox)
-                artifacts = await workspaces.artifacts(task, sandbox)
-            except PatchProblem as error:  # the agent's fault
-                patch, refused = "", str(error)
-        finally:
-            await sandbox.stop()
-        chat.note({"kind": "patch", "patch": patch})
-        if refused is None:
-            found = await grade(workspaces, task, patch, artifacts)
+        if (kept := chat.marks.get(LEFT)) is None:
+            left = await self._left(workspaces, task, prompt, context, labels)
+            chat.mark(LEFT, base64.b64encode(pickle.dumps(left)).decode())
+        else:  # an earlier worker died while it was graded
+            left = pickle.loads(base64.b64decode(kept))
+        _note_once(chat, {"kind": "end", "how": str(left.end)})
+        _note_once(chat, {"kind": "patch", "patch": left.patch})
+        if left.refused is None:
+            found = await grade(workspaces, task, left.patch, left.artifacts)
         else:
-            found = Grade(score=0.0, resolved=False, refused=refused)
-        chat.note({"kind": "grade", **graded(found)})
+            found = Grade(score=0.0, resolved=False, refused=left.refused)
+        _note_once(chat, {"kind": "grade", **graded(found)})
         chat.rewarded(found.score)
         return chat.finish()
 
-    async def _work(
-        self, workspaces: Workspaces, task: CodingTask, prompt: Prompt, context: EpisodeContext, sandbox: Sandbox
-    ) -> End:
+    async def _left(
+        self,
+        workspaces: Workspaces,
+        task: CodingTask,
+        prompt: Prompt,
+        context: EpisodeContext,
+        labels: Mapping[str, str],
+    ) -> WorkLeft:
         """Let the agent work until it submits or a limit ends it."""
-        settings, chat = self.settings, context.chat
+        settings = self.settings
         seconds = settings.agent_seconds if settings.agent_seconds is not None else task.seconds.agent
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                if settings.agent == "program":
-                    return await by_program(prompt, context.endpoint, sandbox, task.workdir, settings, chat)
-                async with workspaces.clean(task) as clean:
-                    changes = FileChanges(sandbox, task.workdir, clean.tree) if settings.changes else None
-                    agent = by_tools if settings.agent == "tools" else by_text
-                    async with Tools(sandbox, task.workdir, settings, chat.note, changes) as tools:
-                        return await agent(prompt.messages, chat, tools, settings, task.workdir)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return End.SECONDS
+        async with HeldSandbox(workspaces, task, context.chat, labels) as held:
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    end = await self.work(workspaces, task, prompt, context, held)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                end = End.SECONDS
+            if end is not End.SUBMITTED and settings.cut_off == "reward":
+                raise EpisodeTimeout(f"the attempt at {task.id} ended by its limit: {end}")
+            try:
+                patch = await workspaces.patch(task, held.sandbox)
+                return WorkLeft(end, patch, None, await workspaces.artifacts(task, held.sandbox))
+            except PatchProblem as error:  # the agent's fault
+                return WorkLeft(end, "", str(error), [])
+
+    async def work(
+        self, workspaces: Workspaces, task: CodingTask, prompt: Prompt, context: EpisodeContext, held: HeldSandbox
+    ) -> End:
+        """The agent's work in this sandbox."""
+        settings, chat, workdir = self.settings, context.chat, task.workdir
+        if settings.agent == "program":
+            return await by_program(prompt, context.endpoint, held, workdir, settings, chat)
+        async with workspaces.clean(task) as clean:
+            changes = FileChanges(held.sandbox, workdir, clean.tree) if settings.changes else None
+            agent = by_tools if settings.agent == "tools" else by_text
+            async with Tools(held.sandbox, workdir, settings, chat.note, changes) as tools:
+                calls = Calls(tools, held, chat, settings.snapshot_every)
+                return await agent(prompt.messages, chat, calls, settings, workdir)
 
     async def _workspaces(self) -> Workspaces:
         if self._opening is None:
@@ -98,7 +140,7 @@ class CodingEpisode:
             raise
 
     async def _open(self) -> Workspaces:
-        host = await open_host(self._sandboxes)
+        host = await open_host(self._sandboxes, shared=self.run)
         return Workspaces(host, self._sandboxes, kept=self.settings.kept_tasks, user=self.settings.user)
 
     async def close(self) -> None:
@@ -108,6 +150,12 @@ class CodingEpisode:
             workspaces = await opening
             await workspaces.close()
             await workspaces.host.close()
+
+
+def _note_once(chat: Chat, note: Mapping[str, Any]) -> None:
+    """Note what an earlier worker may have noted already."""
+    if all(one.get("kind") != note["kind"] for one in chat.notes):
+        chat.note(note)
 
 
 def graded(found: Grade) -> Mapping[str, Any]:

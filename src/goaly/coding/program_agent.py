@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 from goaly.agents.episode_folder import PROMPT_FILE
 from goaly.agents.program import ProgramFailed, asked, from_elsewhere
 from goaly.coding.agent import End
+from goaly.coding.held_sandbox import HeldSandbox
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import PLACE
 from goaly.prompts.prompt import Prompt
-from goaly.sandboxes.contract import CommandResult, Entry, Limit
+from goaly.sandboxes.contract import CommandResult, Entry, Limit, SandboxDied
 from goaly.sandboxes.network import forward
+from goaly.sandboxes.process import Process
 from goaly.sandboxes.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 PORT: Final = 8080
 """Of the policy's address inside."""
+STARTED: Final = "program"
+"""The mark of an attempt whose program may have been started."""
 HOME: Final = "/tmp/agent"
 """HOME of the program."""
 MOST_KEPT_BYTES: Final = 1 << 16
@@ -33,23 +37,22 @@ MOST_KEPT_BYTES: Final = 1 << 16
 
 
 async def by_program(
-    prompt: Prompt, endpoint: Endpoint, sandbox: Sandbox, workdir: str, settings: CodingSettings, chat: Chat
+    prompt: Prompt, endpoint: Endpoint, held: HeldSandbox, workdir: str, settings: CodingSettings, chat: Chat
 ) -> End:
     """Let the program work on the prompt's problem until it exits. ProgramFailed if its exit code is not 0, unless a
     limit of the session or the sandbox's memory has ended it."""
-    question = asked(prompt, [PLACE])
-    outside = urlsplit(endpoint.base_url)
+    sandbox, outside = held.sandbox, urlsplit(endpoint.base_url)
     assert outside.hostname is not None
-    entries = [Entry(path="tmp", kind="folder", mode=0o755), Entry(path=PROMPT_FILE, contents=question)]
-    await sandbox.upload(entries, HOME)
     way = await forward(sandbox, PORT, outside.hostname, outside.port or 80)
     try:
-        process = await sandbox.start(
-            _command(settings, sandbox),
-            cwd=workdir,
-            env=_variables(endpoint, workdir),
-            output_bytes=MOST_KEPT_BYTES,
-        )
+        if chat.marks.get(STARTED):
+            process, question = sandbox.kept(), b""
+            if process is None:
+                raise SandboxDied("the agent's program was started by a worker that died; how it ended is not known")
+        else:
+            question = asked(prompt, [PLACE])
+            chat.mark(STARTED, True)  # before: a worker that takes over must not start it again
+            process = await _started(sandbox, question, endpoint, workdir, settings)
         result = await process.communicate(question)  # unblocked by its end, or the time limit of the attempt
     finally:
         way.close()
@@ -63,6 +66,21 @@ async def by_program(
     said = result.stderr.text().strip()[-4096:]
     told = f"its standard error ends with:\n{said}" if said else "its standard error is empty"
     raise ProgramFailed(f"the agent {settings.command[0]} ended with exit code {result.exit_code}; {told}")
+
+
+async def _started(
+    sandbox: Sandbox, question: bytes, endpoint: Endpoint, workdir: str, settings: CodingSettings
+) -> Process:
+    entries = [Entry(path="tmp", kind="folder", mode=0o755), Entry(path=PROMPT_FILE, contents=question)]
+    await sandbox.upload(entries, HOME)
+    process = await sandbox.start(
+        _command(settings, sandbox),
+        cwd=workdir,
+        env=_variables(endpoint, workdir),
+        output_bytes=MOST_KEPT_BYTES,
+    )
+    await sandbox.keep(process)
+    return process
 
 
 def _command(settings: CodingSettings, sandbox: Sandbox) -> list[str]:

@@ -51,6 +51,10 @@ class CodingSettings(Settings):
     kept_tasks: PositiveInt = 256
     """Tasks whose prepared state stays at the host of sandboxes: those that were used last. It is files in memory
     with the backend `namespaces`. Raise it if tasks come back before that and their setup takes long."""
+    snapshot_every: PositiveInt | None = None
+    """Keep the files after every N-th tool call: if the sandbox dies, another one begins there and repeats the calls
+    since then, for tasks that say that this is safe (`safe_to_repeat`). Null repeats all of the attempt's. Attempts at
+    other tasks begin again (`rollout.episode_retries`)."""
     changes: bool = True
     """Record which files each turn changed, and how many lines. Each command takes a little longer."""
 
@@ -59,7 +63,7 @@ class CodingSettings(Settings):
             if not self.command:
                 yield f"{at.command}: must name a program where {at}agent is program"
             yield from at.idle(f"{at}agent is program", "instructions", "turns", "reminders", "observation_bytes")
-            yield from at.idle(f"{at}agent is program", "command_seconds", "changes")
+            yield from at.idle(f"{at}agent is program", "command_seconds", "changes", "snapshot_every")
         else:
             yield from at.idle(f"{at}agent is {self.agent}", "command")
 

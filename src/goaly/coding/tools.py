@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from goaly.base.json_text import bounded_json
@@ -18,6 +19,7 @@ from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.shell import Shell
 
 BASH, EDIT, SUBMIT = "bash", "edit", "submit"
+SUBMITTED = "submitted"
 MOST_EDITED_BYTES = 1 << 23
 """Of a file that `edit` changes."""
 
@@ -100,9 +102,17 @@ class Tools:
         """Run commands in the shell; their output, cut in the middle, and how they ended."""
         if "\0" in command:
             raise CannotCall("a command must not have a zero byte")
-        if self._shell is None:
-            self._shell = await self._opened()
-        ended = await self._shell.run(command, seconds=self._settings.command_seconds)
+        if self.shell_state is None:
+            await self.open_shell()
+        assert self._shell is not None
+        return await self._told(command, await self._shell.run(command, seconds=self._settings.command_seconds))
+
+    async def rest(self, arguments: str) -> str | None:
+        """Wait for the end of a call of `bash` that runs already; None if it does not, or its end is not known."""
+        ended = None if self._shell is None else await self._shell.rest(seconds=self._settings.command_seconds)
+        return None if ended is None else await self._told(str(_object(arguments).get("command")), ended)
+
+    async def _told(self, command: str, ended: CommandResult) -> str:
         output = said = ended.stdout.text()
         if notes := self._notes(ended):
             said = f"{output}{'' if output.endswith(chr(10)) or not output else chr(10)}{notes}"
@@ -155,17 +165,53 @@ class Tools:
         """Say that the work is done."""
         self.submitted = True
         self._record({"tool": SUBMIT})
-        return "submitted"
+        return SUBMITTED
 
     async def _changed(self) -> Mapping[str, Any]:
         changed = {} if self._changes is None else await self._changes.since_last()
         return {"changes": changed} if changed else {}
 
-    async def _opened(self) -> Shell:
+    async def open_shell(self, script: str = "") -> None:
+        """Open a shell that has run this script."""
         most = 2 * (self._settings.observation_bytes // 2)
         shell = await Shell.open(self._sandbox, output_bytes=most, cwd=self._workdir)
-        await shell.run("exec 2>&1")  # one stream, in the order in which a terminal would show it
-        return shell
+        await shell.run(f"{script}\nexec 2>&1")  # one stream, in the order in which a terminal would show it
+        self._shell = shell
+
+    async def end_shell(self) -> str | None:
+        """End the shell; the script that brings another one into its state. None: it has jobs, and stays."""
+        if self._shell is None:
+            return ""
+        if self._shell.state[1]:
+            return None
+        script = await self._shell.script()
+        await self._shell.close()
+        self._shell = None
+        return script
+
+    @property
+    def shell_state(self) -> list[Any] | None:
+        """What `adopt_shell` takes; None if there is no live shell."""
+        return list(self._shell.state) if self._shell is not None and self._shell.alive else None
+
+    def adopt_shell(self, count: int, jobs: Sequence[int]) -> None:
+        """Go on with the shell of the sandbox's earlier owner, if it had one."""
+        self._shell = Shell.adopted(self._sandbox, count, jobs)
+
+    def move_to(self, sandbox: Sandbox) -> None:
+        """Work in another sandbox, whose files are as they were here."""
+        self._sandbox, self._shell = sandbox, None
+        if self._changes is not None:
+            self._changes.move_to(sandbox)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """The block in which calls are made that have been recorded before."""
+        record, self._record = self._record, lambda record: None
+        try:
+            yield
+        finally:
+            self._record = record
 
     def _notes(self, ended: CommandResult) -> str:
         """What the output does not say."""

@@ -11,7 +11,7 @@ finite number fails its own group, never a batch.
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -93,10 +93,14 @@ EpisodeFunction = Callable[[Prompt, EpisodeContext], Coroutine[Any, Any, Traject
 """A script's `episode`. It may make several trajectories, of which each has the episode's reward."""
 
 
-def resumable(episode: EpisodeFunction) -> EpisodeFunction:
-    """Say of an episode that it goes on in another worker when its own died: there `context.chat.say` first returns
-    what was said, and `context.chat.marks` is what the script has done. It must say the same, and do nothing twice."""
-    vars(episode)[_RESUMABLE] = True
+E = TypeVar("E", bound=EpisodeFunction | type[Any])
+
+
+def resumable(episode: E) -> E:
+    """Say of an episode, or of its class, that it goes on in another worker when its own died: there
+    `context.chat.say` first returns what was said, and `context.chat.marks` is what the script has done. It must say
+    the same, and do nothing twice."""
+    setattr(episode, _RESUMABLE, True)
     return episode
 
 

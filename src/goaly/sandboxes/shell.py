@@ -33,6 +33,13 @@ done
 """With job control, each command has a process group of its own, which a timeout can end without the shell.
 
 A command is run when all of it and the word behind it have come: who adopts the shell skips one that came in part."""
+OWN = "BASH[A-Z0-9_]*|DIRSTACK|FUNCNAME|GROUPS|PIPESTATUS"
+SAVED = rf"""
+printf 'cd %q\n' "$PWD"
+declare -p | grep -Ev '^declare -([a-zA-Z]*r[a-zA-Z]* |[^ ]* ({OWN})(=|$))'
+declare -f; alias -p; shopt -p; set +o
+"""
+"""Prints a shell's state, without the variables that a shell sets itself."""
 GRACE_SECONDS = 2.0
 
 
@@ -69,6 +76,11 @@ class Shell:
         owner had none, or the backend does not keep it. `rest` comes before `run`."""
         kept = sandbox.kept()
         return None if kept is None else cls(kept, count, jobs)
+
+    async def script(self) -> str:
+        """Commands that bring another shell into this one's folder, with its variables, functions and options."""
+        result = await self.run(SAVED)
+        return f"{{ {result.stdout.text()}\n}} 2> /dev/null"
 
     async def rest(self, *, seconds: float = 60.0) -> CommandResult | None:
         """Wait for the command that ran when the earlier owner went. Its result has what it wrote after that.

@@ -51,10 +51,14 @@ class EpisodeChat(ScriptedChat):
     def __init__(self, *answers: Any):
         super().__init__(*answers)
         self.notes: list[Mapping[str, Any]] = []
+        self.marks: dict[str, Any] = {}
         self.reward: float | None = None
 
     def note(self, note: Mapping[str, Any]) -> None:
         self.notes.append(note)
+
+    def mark(self, name: str, value: Any) -> None:
+        self.marks[name] = value
 
     def rewarded(self, reward: float) -> None:
         self.reward = reward
@@ -154,7 +158,7 @@ async def test_a_host_of_sandboxes_that_does_not_open_ends_the_episode_and_the_n
 ):
     opened = module.open_host
 
-    async def fails(*_: Any) -> Any:
+    async def fails(*_: Any, **__: Any) -> Any:
         monkeypatch.setattr(module, "open_host", opened)
         raise SandboxUnavailable("no user namespaces")
 

@@ -232,3 +232,12 @@ async def test_the_end_of_a_sandbox_is_told_once_whether_it_died_or_was_stopped(
             await told.wait()
     await host.close()
     assert ends == [1, 1]
+
+
+async def test_a_shells_script_brings_another_one_into_its_state(sandbox: Sandbox):
+    first, second = await Shell.open(sandbox), await Shell.open(sandbox)
+    await first.run("cd /usr; x='a  b'; y=$'one\\ntwo'; export z=3; a=(1 '2 3'); f() { echo f$x; }; shopt -s extglob")
+    await second.run(await first.script())
+    seen = await second.run("""echo "$PWD,$x,$y,${a[1]}"; f; sh -c 'echo $z'; shopt extglob | grep -o on""")
+    assert seen.stdout.text() == "/usr,a  b,one\ntwo,2 3\nfa b\n3\non\n"
+    assert seen.stderr.text() == ""

@@ -1,0 +1,110 @@
+"""The tool calls of an attempt: each is made once, whoever dies meanwhile (coding-5).
+
+What the policy saw of each call is in the marks of its chat. A worker that takes over says the same again from there,
+waits for the command that was running, and goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from goaly.coding.held_sandbox import HeldSandbox
+from goaly.coding.tools import BASH, SUBMIT, SUBMITTED, Tools
+from goaly.sandboxes.contract import SandboxDied, SandboxError
+
+if TYPE_CHECKING:
+    from goaly.agents.chat import Chat
+
+BEGUN, SHELL, SEEN = "call begun", "shell", "call {}"
+"""Marks: the number of the newest call, the shell's state, and what the policy saw of each call."""
+LOST: Final = "[the connection to this machine was lost while this ran; what it printed is not known]"
+LOST_BEGINNING: Final = "[the connection to this machine was lost while this ran; its first output is not known]"
+
+
+class Calls:
+    """Makes the calls of an attempt, in order."""
+
+    def __init__(self, tools: Tools, held: HeldSandbox, chat: Chat, snapshot_every: int | None = None) -> None:
+        """The files are kept after every `snapshot_every` calls, for a sandbox that takes the place of this one."""
+        self._tools = tools
+        self._held = held
+        self._chat = chat
+        self._snapshot_every = snapshot_every
+        self._number = -1
+        self._since_files: list[tuple[str, str]] = []
+        """The calls since the files were kept."""
+        if held.is_adopted and (state := chat.marks.get(SHELL)) is not None:
+            tools.adopt_shell(*state)
+
+    @property
+    def submitted(self) -> bool:
+        """Whether the agent has said that it is done."""
+        return self._tools.submitted
+
+    async def call(self, name: str, arguments: str) -> str:
+        """Do a tool call with these arguments, as JSON text; what the policy sees of it."""
+        self._number += 1
+        seen = self._chat.marks.get(SEEN.format(self._number))
+        if seen is None:
+            seen = await self._done(name, arguments)
+        elif name == SUBMIT and seen == SUBMITTED:
+            self._tools.submitted = True
+        self._since_files.append((name, arguments))
+        if self._snapshot_every is not None and len(self._since_files) >= self._snapshot_every:
+            await self._keep_files()
+        return seen
+
+    async def _done(self, name: str, arguments: str) -> str:
+        was_begun = self._chat.marks.get(BEGUN) == self._number
+        try:
+            if name == BASH and self._tools.shell_state is None:
+                await self._tools.open_shell()
+            self._mark_shell()
+            self._chat.mark(BEGUN, self._number)
+            seen = await (self._rest_of(name, arguments) if was_begun else self._tools.call(name, arguments))
+        except SandboxDied as death:
+            seen = await self._again(name, arguments, death)
+        self._mark_shell()
+        self._chat.mark(SEEN.format(self._number), seen)
+        return seen
+
+    def _mark_shell(self) -> None:
+        state = self._tools.shell_state
+        if self._chat.marks.get(SHELL) != state:
+            self._chat.mark(SHELL, state)
+
+    async def _rest_of(self, name: str, arguments: str) -> str:
+        """What is seen of a call that an earlier worker began."""
+        if name == BASH and (seen := await self._tools.rest(arguments)) is not None:
+            return f"{LOST_BEGINNING}\n{seen}"
+        self._chat.note({"tool": name, "arguments": arguments, "output": LOST})
+        return LOST
+
+    async def _again(self, name: str, arguments: str, death: SandboxDied) -> str:
+        """Make a call in another sandbox, behind those that its files lack."""
+        while True:
+            self._tools.move_to(await self._held.restart(death))
+            try:
+                with self._tools.unrecorded():
+                    for earlier in self._since_files:
+                        await self._tools.call(*earlier)
+                self._chat.note({"kind": "sandbox replaced", "why": str(death), "repeated": len(self._since_files)})
+                return await self._tools.call(name, arguments)
+            except SandboxDied as error:
+                death = error
+
+    async def _keep_files(self) -> None:
+        """Keep the files as they are, unless jobs of the agent run. The shell ends for that, and the next one has its
+        folder and variables."""
+        script = await self._tools.end_shell()
+        if script is None:
+            return
+        try:
+            await self._held.keep_files()
+            self._since_files.clear()
+        except SandboxDied:
+            return  # the next call notices
+        except SandboxError as error:  # processes that are no jobs of the shell
+            self._chat.note({"kind": "no snapshot", "why": str(error)})
+        await self._tools.open_shell(script)
+        self._mark_shell()

@@ -1,0 +1,91 @@
+"""The sandbox of an attempt, which outlives the worker of the attempt, and is replaced when it dies where that is safe.
+
+coding-5: nothing runs twice. A worker that takes over adopts the sandbox; one that died is replaced by another, in an
+    earlier state of its files, only for tasks that are `safe_to_repeat`, and the calls since then are made again.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from goaly.coding.task import CodingTask
+from goaly.coding.workspace import Workspaces
+from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError
+from goaly.sandboxes.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from goaly.agents.chat import Chat
+
+logger = logging.getLogger(__name__)
+
+MARK: Final = "sandbox"
+MOST_RESTARTS: Final = 3
+"""Of one attempt; after that, its own commands may be what kills it."""
+
+
+class HeldSandbox:
+    """`async with` starts or adopts the sandbox, and stops it."""
+
+    def __init__(self, workspaces: Workspaces, task: CodingTask, chat: Chat, labels: Mapping[str, str]) -> None:
+        self._workspaces = workspaces
+        self._task = task
+        self._chat = chat
+        self._labels = labels
+        self._sandbox: Sandbox | None = None
+        self._restarts = 0
+        self._snapshots: list[FileSnapshot] = []
+        """Each is made of the layers of those before it, too."""
+        self.is_adopted = False
+        """Whether an earlier worker started it."""
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The one that lives now."""
+        assert self._sandbox is not None, "the block has begun"
+        return self._sandbox
+
+    async def __aenter__(self) -> Self:
+        ticket = self._chat.marks.get(MARK)
+        if ticket is None:
+            await self._start()
+        else:
+            self._sandbox = await self._workspaces.host.adopt(pickle.loads(base64.b64decode(ticket)))
+            self.is_adopted = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.sandbox.stop()
+        while self._snapshots:
+            try:
+                await self._workspaces.host.forget(self._snapshots.pop())
+            except SandboxError as error:
+                logger.warning("a snapshot of task %s stays until its host ends: %s", self._task.id, error)
+
+    async def keep_files(self) -> None:
+        """Take a snapshot, from which `restart` begins. No process may run."""
+        self._snapshots.append(await self.sandbox.snapshot())
+
+    async def restart(self, death: SandboxDied) -> Sandbox:
+        """Another sandbox with the files of the last snapshot, or of the beginning; raises `death` if not safe."""
+        self._restarts += 1
+        if not self._task.safe_to_repeat or self._restarts > MOST_RESTARTS:
+            raise death
+        logger.warning("a sandbox of task %s is replaced: %s", self._task.id, death)
+        await self.sandbox.stop()
+        await self._start()
+        return self.sandbox
+
+    async def _start(self) -> None:
+        workspaces = self._workspaces
+        if self._snapshots:
+            self._sandbox = await workspaces.host.start(self.sandbox.spec, origin=self._snapshots[-1])
+        else:
+            self._sandbox = await workspaces.start(self._task, self._labels)
+        self._chat.mark(MARK, base64.b64encode(pickle.dumps(self.sandbox.ticket)).decode())

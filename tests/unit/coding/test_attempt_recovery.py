@@ -1,0 +1,158 @@
+"""Attempts whose worker or whose sandbox dies: what was done is not done again, and the attempt goes on."""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept_chat import KeptChat, attempted
+from scripted_chat import SUBMIT, bash, calls
+from test_coding_episode import FILES
+
+from goaly.coding.calls import LOST_BEGINNING
+from goaly.coding.held_sandbox import HeldSandbox
+from goaly.coding.tools import Tools
+from goaly.sandboxes.contract import SandboxDied
+
+REPAIR = calls(("edit", {"path": "adder.py", "old": "a * b", "new": "a + b"}))
+STATE = bash("x=5; cd tests || mkdir -p sub && cd sub; echo one >> /tmp/log")
+SEEN = bash("echo $x $(basename $PWD); cat /tmp/log")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / "adding" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "adding" / name).write_text(text)
+    return tmp_path
+
+
+def asked(folder: Path, *answers: Any, **settings: Any) -> dict[str, Any]:
+    return {
+        "task": str(folder / "adding"),
+        "run": f"test-{secrets.token_hex(6)}",
+        "answers": [answer.tool_calls for answer in answers],
+        "settings": settings,
+    }
+
+
+async def killed(folder: Path, given: dict[str, Any]) -> KeptChat:
+    """Run a worker until it dies, and go on in this process."""
+    words = [sys.executable, "-m", "tests.unit.coding.kept_chat", str(folder / "kept"), json.dumps(given)]
+    worker = await asyncio.create_subprocess_exec(*words)
+    assert await asyncio.wait_for(worker.wait(), 60) == -signal.SIGKILL
+    return await attempted(folder / "kept", **given)
+
+
+def of_kind(chat: KeptChat, kind: str) -> list[Any]:
+    return [one for one in chat.notes if one.get("kind") == kind]
+
+
+async def test_the_next_worker_waits_for_the_command_that_was_running_and_goes_on(folder: Path):
+    """coding-5."""
+    running = bash("echo two >> /tmp/log; echo DIE; sleep 0.3; echo rest; (exit 3)")
+    chat = await killed(folder, asked(folder, REPAIR, STATE, running, SEEN, SUBMIT))
+    seen = [one[-1].content for one in chat.shown]
+    assert seen[3] == f"{LOST_BEGINNING}\nrest\n[exit code 3]"
+    assert seen[4] == "5 sub\none\ntwo\n"
+    assert chat.reward == 1.0
+    assert [one.get("tool") for one in chat.notes[:5]] == ["edit", "bash", "bash", "bash", "submit"]
+
+
+async def test_the_next_worker_grades_what_the_agent_left(folder: Path):
+    chat = await killed(folder, asked(folder, REPAIR, SUBMIT))
+    assert chat.reward == 1.0
+    assert chat.shown == [], "the agent had ended"
+    assert [len(of_kind(chat, kind)) for kind in ("end", "patch", "grade")] == [1, 1, 1]
+
+
+async def test_a_program_is_not_started_again(folder: Path):
+    works = "[ $(wc -l < /tmp/log) = 1 ] && sed -i 's/a . b/a + b/' adder.py"
+    script = f"echo x >> /tmp/log; sleep 0.3; echo DIE; sleep 0.3; {works}"
+    chat = await killed(folder, asked(folder, agent="program", command=["sh", "-c", script]))
+    assert chat.reward == 1.0
+    assert of_kind(chat, "end")[0]["how"] == "submitted"
+
+
+class Killing:
+    """Kills the attempt's sandbox before calls with these numbers, counted over all of its sandboxes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *numbers: int):
+        self.held: list[Any] = []
+        self.made = 0
+        enter, call = HeldSandbox.__aenter__, Tools.call
+
+        async def entered(held: HeldSandbox) -> HeldSandbox:
+            self.held.append(held)
+            return await enter(held)
+
+        async def called(tools: Tools, name: str, arguments: str) -> str:
+            self.made += 1
+            if self.made in numbers:
+                os.kill(self.held[-1].sandbox.pid, signal.SIGKILL)
+            return await call(tools, name, arguments)
+
+        monkeypatch.setattr(HeldSandbox, "__aenter__", entered)
+        monkeypatch.setattr(Tools, "call", called)
+
+
+LOG = bash("touch /tmp/log; echo $(($(wc -l < /tmp/log) + 1)) >> /tmp/log; tail -n 1 /tmp/log")
+
+
+async def sees(folder: Path, count: int, **settings: Any) -> KeptChat:
+    """An attempt that counts its calls in a file of its sandbox."""
+    return await attempted(folder / "kept", **asked(folder, *[LOG] * count, SUBMIT, **settings))
+
+
+@pytest.fixture
+def safe(folder: Path) -> None:
+    """The task allows that calls are repeated."""
+    file = folder / "adding/task.toml"
+    file.write_text(file.read_text().replace("[task]\n", "[task]\nsafe_to_repeat = true\n"))
+
+
+@pytest.mark.parametrize(("every", "repeated"), [(None, 3), (2, 1), (1, 0)])
+async def test_a_sandbox_that_dies_is_replaced_in_its_last_state_and_the_calls_since_then_are_repeated(
+    folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch, every: int | None, repeated: int
+):
+    """coding-5."""
+    killing = Killing(monkeypatch, 4)
+    chat = await sees(folder, 5, snapshot_every=every)
+    assert [one[-1].content for one in chat.shown[1:]] == [f"{number}\n" for number in range(1, 6)]
+    assert of_kind(chat, "sandbox replaced")[0]["repeated"] == repeated
+    assert sum(one.get("tool") == "bash" for one in chat.notes) == 5
+    assert killing.made == 6 + 1 + repeated
+
+
+async def test_a_snapshot_keeps_the_shells_folder_variables_and_functions(folder: Path, safe: None):
+    state = bash("mkdir -p sub; cd sub; x='a b'; export y=2; f() { echo f$x; }")
+    seen = bash("basename $PWD; f; sh -c 'echo $y'; ls /absent")
+    chat = await attempted(folder / "kept", **asked(folder, state, seen, SUBMIT, snapshot_every=1))
+    assert chat.last.startswith("sub\nfa b\n2\nls: ")
+
+
+async def test_a_shell_with_jobs_is_not_ended_for_a_snapshot(folder: Path, safe: None):
+    answers = [bash("sleep 100 & :"), bash("jobs -r | wc -l"), SUBMIT]
+    chat = await attempted(folder / "kept", **asked(folder, *answers, snapshot_every=1))
+    assert chat.last == "1\n"
+
+
+async def test_the_sandbox_of_a_task_that_is_not_safe_to_repeat_is_not_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """coding-5."""
+    killing = Killing(monkeypatch, 2)
+    with pytest.raises(SandboxDied):
+        await sees(folder, 3)
+    assert killing.made == 2
+
+
+async def test_an_attempt_whose_calls_kill_its_sandbox_ends(folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch):
+    Killing(monkeypatch, *range(1, 99))
+    with pytest.raises(SandboxDied):
+        await sees(folder, 3)
