@@ -13,6 +13,7 @@ from test_run_config import CONFIGS
 
 from goaly.base.config import exit_code, load, to_yaml
 from goaly.base.errors import ConfigError
+from goaly.coding.task_files import task_of
 from goaly.losses.objective import PolicyObjective
 from goaly.models.catalog import MODELS, shape_of
 from goaly.models.families import architecture, read_config
@@ -122,7 +123,8 @@ def test_a_large_recipe_loads_is_the_working_setting_and_gives_prompts(file: Pat
 def test_a_command_in_a_recipe_runs_as_it_stands_and_its_dry_run_needs_no_data(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "configs").symlink_to(CONFIGS)
+    for folder in (CONFIGS, CONFIGS.parent / "apps"):
+        (tmp_path / folder.name).symlink_to(folder)
     monkeypatch.chdir(tmp_path)
     _, _, name, *arguments = shlex.split(command)
     assert f"configs/{COMMANDS[command].relative_to(CONFIGS)}" in arguments
@@ -278,3 +280,37 @@ def test_a_mistake_in_what_the_switch_replaces_is_blamed_on_the_switch_or_the_ov
         .problems("model.")[0]
         .startswith("model.tiny=true: has no effect on settings in Python")
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b_swegym", "qwen3_30b_a3b_swegym"])
+def test_a_recipe_of_swe_gym_has_room_for_its_attempts_and_reads_published_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "data").mkdir()
+    for file, repo in (("swe-gym", "getmoto/moto"), ("swe-bench-verified", "django/django")):
+        row = {
+            "instance_id": f"{repo.replace('/', '__')}-1",
+            "repo": repo,
+            "base_commit": "0" * 40,
+            "problem_statement": "It fails.",
+            "hints_text": "",
+            "created_at": "2024-01-01",
+            "version": "1.0",
+            "patch": "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-1\n+2\n",
+            "test_patch": "--- a/test_a.py\n+++ b/test_a.py\n@@ -1 +1 @@\n-1\n+2\n",
+            "FAIL_TO_PASS": ["test_a.py::test_a"] if file == "swe-gym" else '["test_a.py::test_a"]',
+            "PASS_TO_PASS": [] if file == "swe-gym" else "[]",
+        }
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "data" / f"{file}.parquet")
+    monkeypatch.chdir(tmp_path)
+    config = config_of(CONFIGS / "coding" / f"{name}.yaml", [])
+    assert config.rollout.workers * config.rollout.concurrency >= 500
+    assert config.sandbox.pool.most >= config.rollout.concurrency
+    assert config.max_context == config.generator.max_context == (131072 if "30b" in name else 40960)
+    prompt = prompt_mixture(config.prompts).next()
+    assert prompt.messages[0].content == "It fails."
+    assert config.coding is not None
+    assert task_of(prompt, config.coding.tasks).image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-1"
+    (verified,) = ProblemSets(config.evaluation, config.prompts).chosen()
+    (asked,) = verified.prompts
+    assert task_of(asked, config.coding.tasks).image == "xingyaoww/sweb.eval.x86_64.django_s_django-1"

@@ -12,9 +12,18 @@ if TYPE_CHECKING:
 
 
 def _qwen3(
-    layers: int, dim: int, hidden_dim: int, heads: int, kv_heads: int, *, expert_dim: int = 0, tied: bool = False
+    layers: int,
+    dim: int,
+    hidden_dim: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    expert_dim: int = 0,
+    tied: bool = False,
+    long: bool = False,
 ) -> dict[str, Any]:
-    """Qwen3's `config.json`; with `expert_dim` it has 128 experts, 8 for each token."""
+    """Qwen3's `config.json`; with `expert_dim` it has 128 experts, 8 for each token. `long` ones have the context and
+    the angles of later releases."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -33,9 +42,9 @@ def _qwen3(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 128,
-        "max_position_embeddings": 40960,
+        "max_position_embeddings": 262144 if long else 40960,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
+        "rope_theta": 1e7 if long else 1e6,
         "tie_word_embeddings": tied,
         **(experts if expert_dim else {}),
     }
@@ -46,6 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
     "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, expert_dim=768),
+    "qwen3-coder-30b-a3b": _qwen3(48, 2048, 6144, 32, 4, expert_dim=768, long=True),
     "qwen3-235b-a22b": _qwen3(94, 4096, 12288, 64, 4, expert_dim=1536),
     "llama3-70b": {
         "architectures": ["LlamaForCausalLM"],

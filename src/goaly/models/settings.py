@@ -28,7 +28,16 @@ class ModelSettings(Settings):
     """A Hugging Face folder: config.json, safetensors, tokenizer files. Families: Qwen3, dense or with experts,
     Llama 3, DeepSeek-V3, dots.llm1, and gpt-oss without quantization."""
     architecture: (
-        Literal["qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "llama3-70b"] | None
+        Literal[
+            "qwen3-0.6b",
+            "qwen3-8b",
+            "qwen3-32b",
+            "qwen3-30b-a3b",
+            "qwen3-coder-30b-a3b",
+            "qwen3-235b-a22b",
+            "llama3-70b",
+        ]
+        | None
     ) = None
     """The published model that the folder must hold. Dry runs and `tiny` then need no folder. null: any model."""
     tiny: bool = False
