@@ -16,8 +16,9 @@ from typing import IO, Any, Literal
 from goaly.sandboxes.contract import SandboxError, SandboxUnavailable
 from goaly.sandboxes.docker_api import DockerApi, NotThere
 
-MADE = "goaly-image"
-"""Images that were made from a file or a folder are named so, with a digest of what they were made from."""
+MADE = "localhost/goaly-image-"
+"""Names of images that were made from a file or a folder begin so, and end with a digest of what they were made from.
+Podman would look for names without a registry at a public one, and gives no tag to what it imports."""
 LAST_LINES = 20
 
 
@@ -47,13 +48,14 @@ class Images:
         return await asyncio.shield(task)
 
     async def _made(self, image: str) -> Image:
-        name = await self._of_path(Path(image)) if image.startswith(("/", ".")) else image
+        if image.startswith(("/", ".")):
+            return await self.inspect(await self._of_path(Path(image)))
         try:
-            return await self.inspect(name)
+            return await self.inspect(image)
         except NotThere:
             async with self._builds:
                 await self._pull(image)
-        return await self.inspect(name)
+        return await self.inspect(image)
 
     async def inspect(self, name: str) -> Image:
         """An image that is there."""
@@ -72,7 +74,7 @@ class Images:
         async with self._builds:
             source = await asyncio.to_thread(_source, path)
             with source.file:
-                name = f"{MADE}:{source.digest}"
+                name = f"{MADE}{source.digest}"
                 try:
                     await self.inspect(name)
                 except NotThere:
@@ -80,18 +82,17 @@ class Images:
         return name
 
     async def _make(self, path: Path, source: _Source) -> None:
-        failure, target = f"image {str(path)!r} cannot be made", {"repo": MADE, "tag": source.digest}
+        failure, name = f"image {str(path)!r} cannot be made", f"{MADE}{source.digest}"
         if source.kind == "build":
-            query = {"t": f"{MADE}:{source.digest}", "rm": 1, "forcerm": 1}
-            await self._finish(failure, "/build", query, source.file)
+            await self._finish(failure, "/build", {"t": name, "rm": 1, "forcerm": 1}, source.file)
         elif source.kind == "import":
-            await self._finish(failure, "/images/create", {"fromSrc": "-", **target}, source.file)
+            await self._finish(failure, "/images/create", {"fromSrc": "-", "repo": name}, source.file)
         else:
             lines = await self._finish(failure, "/images/load", {}, source.file)
             loaded = [line.split(": ", 1)[1].strip() for line in lines if line.startswith("Loaded image")]
             if not loaded:
                 raise SandboxUnavailable(f"{failure}: it has no image")
-            await self._api.ask("POST", f"/images/{loaded[0]}/tag", query=target)
+            await self._api.ask("POST", f"/images/{loaded[0]}/tag", query={"repo": name, "tag": "latest"})
 
     async def _finish(self, failure: str, path: str, query: Mapping[str, str | int], body: Any) -> list[str]:
         """Follow a long request to its end; what it said."""

@@ -15,6 +15,7 @@ import fcntl
 import io
 import json
 import re
+import resource
 import secrets
 import tarfile
 import time
@@ -36,10 +37,12 @@ from goaly.sandboxes.settings import ContainerSettings
 HOME = "/.goaly"
 """Folder of the first process' program inside."""
 PROGRAM = f"{HOME}/resident"
-RELAY = 65533
-"""User of the process that joins a client with the first one: no command can be it."""
+OURS = 65533
+"""User of the first process, and of those that join a client with it: no command can be it."""
 SANDBOX, SNAPSHOT = "goaly.sandbox", "goaly.snapshot"
 """Labels of our containers and of their snapshots."""
+SNAPSHOTS = "localhost/goaly-snapshot"
+"""The name of their images, each with a tag of its own."""
 CAPABILITIES = ["SETUID", "SETGID", "SETPCAP", "KILL"]
 """Of the first process, which starts and ends commands of other users. Commands have none."""
 NEVER_STARTED_SECONDS = 600
@@ -54,9 +57,10 @@ NO_SUCH_LIMIT = re.compile("storage|option", re.IGNORECASE)
 class ContainerHost(SandboxHost):
     """A client of a daemon."""
 
-    def __init__(self, api: DockerApi, settings: ContainerSettings, program: Path) -> None:
+    def __init__(self, api: DockerApi, settings: ContainerSettings, program: Path, driver: str) -> None:
         self.images = Images(api, settings.parallel_builds)
-        self.storage: set[str] | None = None
+        # With other drivers than overlays, the size of a container's files would be with those of its image.
+        self.storage: set[str] | None = None if driver.startswith("overlay") else set()
         """What the daemon limits of a sandbox's files: `size`, `inodes`; None before the first start."""
         self._api = api
         self._settings = settings
@@ -81,7 +85,7 @@ class ContainerHost(SandboxHost):
                 raise SandboxUnavailable(
                     f"runtime={settings.runtime!r} must be one that the daemon knows: {', '.join(runtimes)}"
                 )
-            host = cls(api, settings, program)
+            host = cls(api, settings, program, info["Driver"])
             await host._reap()
         except BaseException:
             await api.close()
@@ -99,8 +103,8 @@ class ContainerHost(SandboxHost):
                 f"(image={spec.image!r}, root={str(spec.root)!r}, hidden={spec.hidden!r}): give image only, "
                 "or use the backend namespaces"
             )
-        if spec.user == RELAY:
-            raise SandboxUnavailable(f"user={RELAY} is reserved: use another one")
+        if spec.user == OURS:
+            raise SandboxUnavailable(f"user={OURS} is reserved: use another one")
         image = await (self.images.inspect(origin.layers[0]) if origin else self.images.get(spec.image))
         task = asyncio.create_task(self._started(spec, image))
         try:
@@ -171,7 +175,7 @@ class ContainerHost(SandboxHost):
                 "MemorySwap": memory,
                 "NanoCpus": int(limits.cpus * 1e9),
                 "PidsLimit": limits.processes,
-                "Ulimits": [{"Name": "nofile", "Soft": OPEN_FILES, "Hard": OPEN_FILES}],
+                "Ulimits": _ulimits(),
                 "LogConfig": {"Type": "none"},
                 "Mounts": [volume],
                 **({"Runtime": self._settings.runtime} if self._settings.runtime else {}),
@@ -206,7 +210,7 @@ class ContainerHost(SandboxHost):
             raise SandboxDied(f"sandbox {ticket.name} has ended: {error}") from error
 
     async def _joined(self, ticket: ContainerTicket) -> ContainerSandbox:
-        stream = await self._api.exec(ticket.name, [PROGRAM, "relay"], user=f"{RELAY}:{RELAY}")
+        stream = await self._api.exec(ticket.name, [PROGRAM, "relay"], user=f"{OURS}:{OURS}")
         sandbox = ContainerSandbox(self, ticket, StreamChannel(stream, f"sandbox {ticket.name}"))
         self._live[ticket.name] = sandbox
         try:
@@ -222,10 +226,10 @@ class ContainerHost(SandboxHost):
     async def commit(self, container: str) -> str:
         """The name of an image of a container's files."""
         tag = secrets.token_hex(16)
-        query = {"container": container, "repo": "goaly-snapshot", "tag": tag, "changes": f"LABEL {SNAPSHOT}=1"}
+        query = {"container": container, "repo": SNAPSHOTS, "tag": tag, "changes": f"LABEL {SNAPSHOT}=1"}
         await self._api.ask("POST", "/commit", query=query, record={})
-        self._snapshots.add(f"goaly-snapshot:{tag}")
-        return f"goaly-snapshot:{tag}"
+        self._snapshots.add(f"{SNAPSHOTS}:{tag}")
+        return f"{SNAPSHOTS}:{tag}"
 
     async def forget(self, snapshot: FileSnapshot) -> None:
         self._snapshots.discard(snapshot.layers[0])
@@ -280,6 +284,14 @@ class ContainerHost(SandboxHost):
     async def _end(self) -> None:
         await asyncio.gather(*self._background)
         await self._api.close()
+
+
+def _ulimits() -> list[dict[str, Any]]:
+    """Of processes: as many as this machine can have. Podman would raise that, which not every machine permits it."""
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    limits = {"nofile": OPEN_FILES, "nproc": most if hard == resource.RLIM_INFINITY else min(most, hard)}
+    return [{"Name": name, "Soft": value, "Hard": value} for name, value in limits.items()]
 
 
 def _packed(program: Path) -> bytes:

@@ -107,11 +107,17 @@ def remote_server() -> Iterator[RemoteServer]:
 
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The socket of a daemon of containers, and the image of a root with the usual programs."""
+    """The socket of a daemon of containers, and the image of a root with the usual programs.
+
+    CONTAINER_SOCKET names a daemon that runs, such as Podman's; else Docker's is started, if it is installed."""
+    root = tmp_path_factory.mktemp("root") / "root.tar"
+    if running := os.environ.get("CONTAINER_SOCKET"):
+        write_root(root)
+        yield running, str(root)
+        return
     if reason := missing():
         assert os.environ.get("CONTAINER_TESTS") != "required", reason
         pytest.skip(reason)
-    root = tmp_path_factory.mktemp("root") / "root.tar"
     write_root(root)
     with dockerd(tmp_path_factory.mktemp("dockerd")) as address:
         yield str(address), str(root)

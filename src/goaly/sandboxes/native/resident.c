@@ -3,8 +3,8 @@
  *     resident init SECONDS_UNOWNED SECONDS_TO_LIVE PTRACE    the container's first process: runs commands, and ends the container
  *     resident relay                                          joins a client, by its standard streams, with the first process
  *
- * The first process listens at an abstract address and takes one client, a relay: a process of the user RELAY, which no command can
- * become. Without a client it waits SECONDS_UNOWNED; SECONDS_TO_LIVE of 0 is no limit. Beside the requests of `commands.h` it serves
+ * The first process listens at an abstract address and takes one client, a relay, which it knows by its user: no command can become
+ * that one. Without a client it waits SECONDS_UNOWNED; SECONDS_TO_LIVE of 0 is no limit. Beside the requests of `commands.h` it serves
  * `N`: does no command run? `T`: the seconds to live from now. `P`: keep a command's pipes for the next client. */
 #define _GNU_SOURCE
 #include "commands.h"
@@ -13,6 +13,8 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
+#include <linux/capability.h>
 #include <poll.h>
 #include <signal.h>
 #include <stddef.h>
@@ -21,12 +23,13 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
-#define RELAY 65533
+#define OURS 65533   /* the user of both processes: commands can neither be it nor signal or trace it */
 
 static pid_t relay_pid;
 static struct { char text[64], pipes[WIRE_FDS + 1]; int fds[WIRE_FDS], n; } kept;
@@ -83,7 +86,7 @@ static void take_client(int listening) {
     struct ucred peer = {0};
     socklen_t size = sizeof peer;
     if (s < 0) return;
-    if (getsockopt(s, SOL_SOCKET, SO_PEERCRED, &peer, &size) || peer.uid != RELAY) {
+    if (getsockopt(s, SOL_SOCKET, SO_PEERCRED, &peer, &size) || peer.uid != OURS) {
         close(s);
         return;
     }
@@ -125,9 +128,23 @@ static void answer_still(int signals) {
     else wire_send(control, 'N', m.id, NULL, 0, NULL, 0);
 }
 
+/* Root of the container, without its rights, could write to files of /proc/1 if this process were root's. */
+static void leave_root(void) {
+    struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct rights[2];
+    must(prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keeping rights");
+    must(setgroups(0, NULL), "no groups");
+    must(setresgid(OURS, OURS, OURS), "a group of its own");
+    must(setresuid(OURS, OURS, OURS), "a user of its own");
+    must(syscall(SYS_capget, &head, rights), "its rights");
+    for (int i = 0; i < 2; i++) rights[i].effective = rights[i].permitted;
+    must(syscall(SYS_capset, &head, rights), "its rights");
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);   /* else its files in /proc are root's */
+}
+
 static void init(double seconds_unowned, double seconds_to_live) {
     long long patience = (long long)(seconds_unowned * 1000);
-    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    leave_root(), reserved_user = OURS;
     prctl(PR_SET_NAME, "sandbox", 0, 0, 0);
     for (int fd = 0; fd < 3; fd++) close(fd), open("/dev/null", O_RDWR);
     signal(SIGALRM, end_of_life);
