@@ -3,81 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from goaly.sandboxes.contract import SandboxFull, SandboxUnavailable
+from goaly.sandboxes.admission import Admission, RoomRequest
+from goaly.sandboxes.contract import Limits, SandboxFull, SandboxUnavailable
+
+
+@dataclass(eq=False, slots=True)
+class Place(RoomRequest):
+    """The place of one sandbox, or the wait for it. Its task is the client's name: clients take turns."""
+
+    given: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Capacity:
-    """Places for sandboxes. Clients that wait get them in turns, so one with many starts does not hold up others."""
+    """Places for sandboxes, within bounds of number and memory."""
 
-    def __init__(self, most: int, most_memory_mib: int | None, changed: Callable[[], None]) -> None:
+    def __init__(self, most: int, most_memory_mib: float | None, changed: Callable[[], None]) -> None:
         self.most = most
         self.taken = 0
-        self._most_memory = most_memory_mib
-        self._memory = 0
+        self.waiting = 0
+        self._admission = Admission(most, most_memory_mib)
         self._changed = changed
-        self._queues: dict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = {}
-        """The client whose turn it is comes first."""
 
-    @property
-    def waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    async def take(self, client: Hashable, memory_mib: int, *, wait: bool) -> None:
+    async def take(self, client: str, limits: Limits, *, wait: bool) -> Place:
         """A place; SandboxFull if there is none now and the client does not wait."""
-        if self._most_memory is not None and memory_mib > self._most_memory:
-            raise SandboxUnavailable(
-                f"limits.memory_mib={memory_mib}: must be at most {self._most_memory}, which all sandboxes share there"
-            )
-        if not self._queues and self._fits(memory_mib):
-            self._give(memory_mib)
-            return
+        if reason := self._admission.too_large(limits):
+            raise SandboxUnavailable(f"the server cannot start it: {reason}")
+        place = Place(client, limits)
+        if self._admission.try_hold(place):
+            self._count(taken=1)
+            return place
         if not wait:
-            raise SandboxFull(f"{self.taken} of {self.most} sandboxes are alive, and {self._memory} MiB are taken")
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (memory_mib, place)
-        self._queues.setdefault(client, deque()).append(entry)
-        self._changed()
+            raise SandboxFull(f"{self.taken} of {self.most} sandboxes are alive, and {self.waiting} wait")
+        self._admission.ask(place)
+        self._count(waiting=1)
         try:
-            await place  # unblocked by `free`, or by the client that gives up
+            await place.given  # unblocked by `free`, or by the client that gives up
         except asyncio.CancelledError:
-            if place.cancelled():
-                queue = self._queues[client]
-                queue.remove(entry)
-                if not queue:
-                    del self._queues[client]
+            if place.given.cancelled():
+                self._admission.withdraw(place)
+                self._count(waiting=-1)
                 self._hand_out()
             else:
-                self.free(memory_mib)
+                self.free(place)
             raise
+        return place
 
-    def free(self, memory_mib: int) -> None:
+    def free(self, place: Place) -> None:
         """A sandbox has ended, or has not started."""
-        self.taken -= 1
-        self._memory -= memory_mib
+        self._admission.free(place)
+        self._count(taken=-1)
         self._hand_out()
 
-    def _fits(self, memory_mib: int) -> bool:
-        enough = self._most_memory is None or self._memory + memory_mib <= self._most_memory
-        return self.taken < self.most and enough
-
-    def _give(self, memory_mib: int) -> None:
-        self.taken += 1
-        self._memory += memory_mib
-        self._changed()
-
     def _hand_out(self) -> None:
-        while self._queues:
-            client, queue = next(iter(self._queues.items()))
-            memory_mib, place = queue[0]
-            if not self._fits(memory_mib):
-                break
-            queue.popleft()
-            del self._queues[client]
-            if queue:
-                self._queues[client] = queue
-            self._give(memory_mib)
-            place.set_result(None)
+        while isinstance(place := self._admission.admit(), Place):
+            self._count(taken=1, waiting=-1)
+            place.given.set_result(None)
+
+    def _count(self, taken: int = 0, waiting: int = 0) -> None:
+        self.taken += taken
+        self.waiting += waiting
         self._changed()

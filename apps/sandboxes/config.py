@@ -53,8 +53,8 @@ class SandboxServerConfig(Settings):
         return tokens_of(self.tokens_file, TOKENS)
 
     @property
-    def memory_mib(self) -> int | None:
-        return None if self.memory_gib is None else int(self.memory_gib * 1024)
+    def memory_mib(self) -> float | None:
+        return None if self.memory_gib is None else self.memory_gib * 1024
 
     @property
     def tls(self) -> ssl.SSLContext | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,7 @@ class ServedClient:
 
     def __init__(self, service: SandboxService, socket: BinarySocket, silent_seconds: float) -> None:
         self.wire = Wire(socket, self._serve, name="the client", silent_seconds=silent_seconds, server=True)
+        self.name = secrets.token_hex(8)
         self._service = service
         self._processes: dict[int, ServedProcess] = {}
         self._of_client: dict[str, Callable[[WireCall], Awaitable[Answer]]] = {

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from apps.sandboxes.capacity import Capacity
+from apps.sandboxes.capacity import Capacity, Place
 from apps.sandboxes.config import SandboxServerConfig
 from apps.sandboxes.served_process import ServedProcess
 from goaly.sandboxes.contract import (
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 class Client(Protocol):
     """A connected client."""
 
+    name: str
+
     def loses(self, name: str, why: str) -> None:
         """A sandbox of this client has ended, or is another client's."""
 
@@ -45,11 +47,11 @@ class Client(Protocol):
 class HeldSandbox:
     """A sandbox, and the client that has it now."""
 
-    def __init__(self, sandbox: Sandbox, owner: Client, memory_mib: int, layers: Sequence[str]) -> None:
+    def __init__(self, sandbox: Sandbox, owner: Client, place: Place, layers: Sequence[str]) -> None:
         self.name = secrets.token_hex(16)
         self.sandbox = sandbox
         self.owner: Client | None = owner
-        self.memory_mib = memory_mib
+        self.place = place
         self.layers = set(layers)
         """Layers of its files that must be kept while it lives."""
         self.began = time.monotonic()
@@ -126,15 +128,14 @@ class SandboxService:
         """A sandbox of a client."""
         self._check_root(spec)
         self._files_of(origin, client)
-        memory_mib = spec.limits.memory_mib
-        await self._capacity.take(client, memory_mib, wait=wait)
+        place = await self._capacity.take(client.name, spec.limits, wait=wait)
         try:
             files = self._files_of(origin, client)  # it may have been forgotten meanwhile
             sandbox = await self._host.start(spec, origin=files)
         except BaseException:
-            self._capacity.free(memory_mib)
+            self._capacity.free(place)
             raise
-        held = HeldSandbox(sandbox, client, memory_mib, files.layers if files else ())
+        held = HeldSandbox(sandbox, client, place, files.layers if files else ())
         self._sandboxes[held.name] = held
         sandbox.when_ended(lambda: self._ended(held))
         return held
@@ -194,7 +195,7 @@ class SandboxService:
         held.keep(None)
         if held.owner is not None:
             held.owner.loses(held.name, "it has ended")
-        self._capacity.free(held.memory_mib)
+        self._capacity.free(held.place)
         self._free_layers()
 
     async def snapshot(self, client: Client, held: HeldSandbox) -> str:

@@ -141,7 +141,8 @@ class CodingEpisode:
 
     async def _open(self) -> Workspaces:
         host = await open_host(self._sandboxes, shared=self.run)
-        return Workspaces(host, self._sandboxes, kept=self.settings.kept_tasks, user=self.settings.user)
+        settings = self.settings
+        return Workspaces(host, self._sandboxes, kept=settings.kept_tasks, user=settings.user, files=settings.files)
 
     async def close(self) -> None:
         """End all sandboxes."""

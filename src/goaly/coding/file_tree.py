@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -54,6 +55,7 @@ class FileTree(Mapping[str, File]):
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._contents = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
+        self._reading = threading.Lock()  # patches of several attempts are made at the same time
         self._places: dict[str, _Place] = {}
         self.bytes = 0
         for entry in entries:
@@ -74,8 +76,9 @@ class FileTree(Mapping[str, File]):
 
     def __getitem__(self, path: str) -> File:
         place = self._places[path]
-        self._contents.seek(place.start)
-        return File(place.mode, self._contents.read(place.length))
+        with self._reading:
+            self._contents.seek(place.start)
+            return File(place.mode, self._contents.read(place.length))
 
     def __len__(self) -> int:
         return len(self._places)

@@ -94,8 +94,6 @@ class _Attempt:
 
     async def suite(self, suite: TestSuite, changed: Mapping[str, File | None]) -> Grade:
         """Run the suite as another user than the owner of the files."""
-        if suite.runner != "pytest":
-            raise GradingFailed(f"task {self.task.id}: tests.runner={suite.runner!r}: must be 'pytest'")
         if self.clean.tools.python is None:
             raise GradingFailed(f"task {self.task.id}: its sandbox has no Python")
         files = suite_files(self.clean.tree, changed, suite, Random(SystemRandom().getrandbits(64)))

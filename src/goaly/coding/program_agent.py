@@ -32,6 +32,8 @@ STARTED: Final = "program"
 """The mark of an attempt whose program may have been started."""
 HOME: Final = "/tmp/agent"
 """HOME of the program."""
+FROM_FILE: Final = f'exec "$@" < {HOME}/{PROMPT_FILE}'
+"""Its input ends where the file does: a pipe that is kept for a worker that takes over never ends."""
 MOST_KEPT_BYTES: Final = 1 << 16
 """Of each of the program's outputs: the first and the last of them."""
 
@@ -46,14 +48,13 @@ async def by_program(
     way = await forward(sandbox, PORT, outside.hostname, outside.port or 80)
     try:
         if chat.marks.get(STARTED):
-            process, question = sandbox.kept(), b""
+            process = sandbox.kept()
             if process is None:
                 raise SandboxDied("the agent's program was started by a worker that died; how it ended is not known")
         else:
-            question = asked(prompt, [PLACE])
             chat.mark(STARTED, True)  # before: a worker that takes over must not start it again
-            process = await _started(sandbox, question, endpoint, workdir, settings)
-        result = await process.communicate(question)  # unblocked by its end, or the time limit of the attempt
+            process = await _started(sandbox, asked(prompt, [PLACE]), endpoint, workdir, settings)
+        result = await process.communicate()  # unblocked by its end, or the time limit of the attempt
     finally:
         way.close()
     chat.note(_record(settings, result))
@@ -74,7 +75,7 @@ async def _started(
     entries = [Entry(path="tmp", kind="folder", mode=0o755), Entry(path=PROMPT_FILE, contents=question)]
     await sandbox.upload(entries, HOME)
     process = await sandbox.start(
-        _command(settings, sandbox),
+        ["/bin/sh", "-c", FROM_FILE, "sh", *_command(settings, sandbox)],
         cwd=workdir,
         env=_variables(endpoint, workdir),
         output_bytes=MOST_KEPT_BYTES,

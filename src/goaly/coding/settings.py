@@ -1,7 +1,9 @@
 """The settings of a coding agent: its kind, its tools, its limits, and how an attempt counts that a limit ended."""
 
+import posixpath
 from collections.abc import Iterator
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -23,6 +25,11 @@ class CodingSettings(Settings):
     """The agent's program and its arguments, if `agent` is program. It runs inside the sandbox, in the repository, with
     the problem as JSON on standard input, and reaches nothing but the policy: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
     `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` are in its environment. Needs `rollout.endpoint`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files and folders of the rollout worker's host that an agent finds in its sandbox, by their absolute paths there,
+    such as `{/opt/agent: agents/own}`: its program and what that needs, where neither the image nor the root has them.
+    They are copied once for each image or root. The backend `namespaces` keeps them in memory; with the root `/` it
+    shows the host's own programs."""
     instructions: str | None = None
     """The system message; null is the agent's own, and an empty text is none. `{workdir}` becomes the repository's
     folder."""
@@ -66,6 +73,11 @@ class CodingSettings(Settings):
             yield from at.idle(f"{at}agent is program", "command_seconds", "changes", "snapshot_every")
         else:
             yield from at.idle(f"{at}agent is {self.agent}", "command")
+        for inside, outside in self.files.items():
+            if posixpath.normpath(inside) != inside or not inside.startswith("/") or inside == "/":
+                yield f"{at}files: {inside} must be an absolute path in the sandbox, without '..' and '/' at its end"
+            if not Path(outside).exists():
+                yield f"{at}files.{inside}={outside}: does not exist here"
 
     def problems_beside(self, at: Section, chat: ChatSettings, chat_key: str, has_endpoint: bool) -> Iterator[str]:
         """One line for each setting that cannot work with these of the chat, and with an endpoint or without."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from goaly.environments.protocol import EnvironmentFailed
 from goaly.sandboxes.contract import Limits
@@ -40,7 +40,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestSuite:
-    """Hidden tests with ids: each id has to end as expected."""
+    """Hidden tests with ids, run by pytest: each id has to end as expected."""
 
     __test__: ClassVar[bool] = False
     """Not a class of tests for pytest."""
@@ -56,8 +56,6 @@ class TestSuite:
     """A patch that brings test files, as SWE-bench publishes them; its files replace the agent's, too."""
     protected: tuple[str, ...] = ()
     """Other files of tests and their configuration that are put back to the base commit's."""
-    runner: Literal["pytest", "django"] = "pytest"
-    """`django`: Django's own `tests/runtests.py`, whose ids are as `test_x (module.Class)` or a test's docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from goaly.coding.pytest_bundle import FOLDER, OLDEST, PYTHON, bundle, own_interpreter
 from goaly.coding.task import TaskProblem
-from goaly.sandboxes.contract import FileSnapshot, SandboxSpec
+from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxSpec
+from goaly.sandboxes.files import folder_entries
 from goaly.sandboxes.sandbox import DEFAULTS, Sandbox, SandboxHost
 
 RUNNER: Final = f"{FOLDER}/suite_runner.py"
@@ -43,10 +45,12 @@ class Toolbox:
     """PATH of agents."""
 
 
-async def find_tools(host: SandboxHost, spec: SandboxSpec) -> Toolbox:
-    """The Python with pytest of a root, or one that is laid into it."""
+async def find_tools(host: SandboxHost, spec: SandboxSpec, files: Mapping[str, str]) -> Toolbox:
+    """The Python with pytest of a root, or one that is laid into it. `files` of this host are laid there, too."""
     sandbox = await host.start(replace(spec, workdir="/", user=0))
     try:
+        for inside, outside in files.items():
+            await _lay_files(sandbox, Path(outside), inside)
         program = Path(__file__).with_name("suite_runner.py").read_bytes()
         await sandbox.write(RUNNER, program)
         path = spec.environment.get("PATH", DEFAULTS["PATH"])
@@ -73,6 +77,23 @@ async def find_tools(host: SandboxHost, spec: SandboxSpec) -> Toolbox:
         return Toolbox(snapshot=await sandbox.snapshot(), python=found and PYTHON, path=path)
     finally:
         await sandbox.stop()
+
+
+async def _lay_files(sandbox: Sandbox, outside: Path, inside: str) -> None:
+    entries = await asyncio.to_thread(_entries, outside, inside)
+    try:
+        await sandbox.upload(entries, "/", user=0)
+    except OSError as error:
+        raise TaskProblem(f"coding.files.{inside}={outside}: cannot be laid into the sandbox: {error}") from error
+
+
+def _entries(outside: Path, inside: str) -> list[Entry]:
+    """A file or a folder of this host, as it goes below a sandbox's root."""
+    below = inside.strip("/")
+    if outside.is_dir():
+        folder = Entry(path=below, kind="folder", mode=0o755)
+        return [folder, *(replace(entry, path=f"{below}/{entry.path}") for entry in folder_entries(outside))]
+    return [Entry(path=below, contents=outside.read_bytes(), mode=outside.stat().st_mode & 0o777)]
 
 
 async def _lay_interpreter(sandbox: Sandbox) -> tuple[str, tuple[int, int]]:

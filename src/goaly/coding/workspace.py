@@ -51,13 +51,16 @@ class Workspaces:
         kept: int = 256,
         user: int = AGENT,
         tester: int = TESTER,
+        files: Mapping[str, str] | None = None,
     ) -> None:
+        """`files` are files and folders here that every sandbox has, by their paths there."""
         self.host = host
         self.settings = settings
         self.user = user
         """Agents work as this user, if their task's files do not belong to another one."""
         self.tester = tester
         """Hidden tests run as this user, to whom the files do not belong."""
+        self._files = files or {}
         self._kept = kept
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._tools: dict[object, asyncio.Task[Toolbox]] = {}
@@ -120,7 +123,9 @@ class Workspaces:
         where = (task.image or task.root or self.settings.root, task.environment.get("PATH"))
         if where not in self._tools:
             path = {} if where[1] is None else {"PATH": where[1]}
-            self._tools[where] = asyncio.create_task(find_tools(self.host, replace(self._spec(task), environment=path)))
+            self._tools[where] = asyncio.create_task(
+                find_tools(self.host, replace(self._spec(task), environment=path), self._files)
+            )
         try:
             tools = await asyncio.shield(self._tools[where])
         except BaseException:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PATH = "/v1/sandboxes"
 STATUS = "/v1/status"
+HEAD_SECONDS = 30.0
+"""Time for a request to come, on a new connection or after another request."""
 MOST_MESSAGE = 8 << 20
 """Largest message that a server takes. Answers to a client may be larger: it chose their size."""
 
@@ -97,7 +99,8 @@ class HttpListener:
         app = web.Application(client_max_size=0)
         app.router.add_get(PATH, self._connection)
         app.router.add_get(STATUS, self._status_page)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        quiet = {"access_log": None, "handle_signals": False}
+        self._runner = web.AppRunner(app, **quiet, keepalive_timeout=HEAD_SECONDS, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, listener, ssl_context=tls, backlog=1024).start()
 

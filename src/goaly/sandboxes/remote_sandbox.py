@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from goaly.sandboxes.contract import (
@@ -105,6 +106,8 @@ class RemoteProcess(Process):
 
 class RemoteSandbox(Sandbox):
     """A sandbox of a server. It died for its client if the connection was lost; the client can adopt it again."""
+
+    variables: Mapping[str, str] = MappingProxyType({})  # the server knows them
 
     def __init__(self, wire: Wire, handlers: dict[int, Handler], ticket: RemoteTicket) -> None:
         self.spec = ticket.spec

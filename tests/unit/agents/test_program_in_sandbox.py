@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ class Notes:
 
     def __init__(self, served: Served):
         self._session = served.session
-        self.note = served.session.note
+        self.note, self.mark, self.marks = served.session.note, served.session.mark, served.session.marks
 
     @property
     def was_exhausted(self) -> bool:
@@ -88,7 +89,8 @@ async def run(served: Served, sandbox: Sandbox, *command: str, prompt: Prompt = 
     settings = CodingSettings(agent="program", command=command)
     chat: Any = Notes(served)
     async with asyncio.timeout(60):
-        return await by_program(prompt, served.endpoint, sandbox, WORKDIR, settings, chat)
+        held: Any = SimpleNamespace(sandbox=sandbox)
+        return await by_program(prompt, served.endpoint, held, WORKDIR, settings, chat)
 
 
 async def run_python(served: Served, sandbox: Sandbox, code: str) -> End:

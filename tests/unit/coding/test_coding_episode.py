@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from scripted_chat import SUBMIT, ScriptedChat, bash, calls
 
+from goaly.agents.gateway import Endpoint
 from goaly.coding import episode as module
 from goaly.coding.episode import CodingEpisode
 from goaly.coding.settings import CodingSettings
@@ -76,7 +77,8 @@ async def attempt(prompt: Prompt) -> AsyncIterator[Any]:
         episode = CodingEpisode(CodingSettings(**settings), SandboxSettings())
         opened.append(episode)
         chat = EpisodeChat(*answers)
-        context: Any = SimpleNamespace(chat=chat, sample_index=0)
+        endpoint = Endpoint(base_url="http://127.0.0.1:9/v1", api_key="key", session_id="1")
+        context: Any = SimpleNamespace(chat=chat, sample_index=0, endpoint=endpoint)
         await episode(prompt, context)
         return chat
 
@@ -95,6 +97,32 @@ async def test_a_repaired_repository_passes_and_all_is_noted(attempt):
     assert "+    return a + b\n" in patch["patch"]
     assert (grade["score"], grade["resolved"]) == (1.0, True)
     assert grade["outcomes"] == {"tests/test_hidden.py::test_sums": "passed"}
+
+
+async def test_a_program_of_this_hosts_files_works_and_its_change_is_graded(attempt, tmp_path: Path):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent/change").write_text("s/a [*] b/a + b/")
+    (tmp_path / "run.sh").write_text("cat > /dev/null; sed -i -f /opt/agent/change adder.py; echo done")
+    files = {"/opt/agent": str(tmp_path / "agent"), "/opt/run.sh": str(tmp_path / "run.sh")}
+    chat = await attempt(agent="program", command=("sh", "/opt/run.sh"), files=files)
+    program, *_, grade = chat.notes
+    assert (program["output"], program["exit_code"], chat.reward, grade["resolved"]) == ("done\n", 0, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"agent": "/usr"},
+            "coding.files: agent must be an absolute path in the sandbox, without '..' and '/' at its end",
+        ),
+        ({"/opt/../etc": "/usr"}, "coding.files: /opt/../etc must be an absolute path"),
+        ({"/opt/agent": "/absent"}, "coding.files./opt/agent=/absent: does not exist here"),
+    ],
+)
+def test_files_that_cannot_be_in_a_sandbox_are_told(files: dict[str, str], said: str):
+    (line,) = CodingSettings(files=files).problems("coding.")
+    assert line.startswith(said)
 
 
 async def test_hidden_tests_and_the_solution_are_not_in_the_agents_sandbox(attempt):

@@ -67,6 +67,17 @@ async def test_a_cancelled_caller_ends_the_command(sandbox: Sandbox):
     assert (await sandbox.run("ps -e | grep -c '[s]leep'")).stdout.text() == "0\n"
 
 
+async def test_commands_take_signals_as_elsewhere(sandbox: Sandbox):
+    assert (await sandbox.run("timeout 0.1 sleep 1000", seconds=20)).exit_code == 124
+    flood = await sandbox.run(["bash", "-c", "yes | head -1; echo ${PIPESTATUS[0]}"])
+    assert (flood.stdout.text(), flood.stderr.text()) == ("y\n141\n", "")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process = await sandbox.start("exec sleep 1000")
+        await process.kill(number)
+        assert await process.ended == -number
+        process.close()
+
+
 async def test_many_commands_run_at_once(sandbox: Sandbox):
     results = await asyncio.gather(*(sandbox.run(f"echo {n}") for n in range(40)))
     assert [result.stdout.text() for result in results] == [f"{n}\n" for n in range(40)]

@@ -130,7 +130,7 @@ async def test_a_full_server_is_passed_over_and_a_start_waits_for_the_first_plac
 async def test_what_no_server_takes_is_refused_with_each_ones_reason(started: Started):
     server = started("memory_gib=0.1")
     host = await opened(server)
-    with pytest.raises(SandboxUnavailable, match=r"memory_mib=256: must be at most 102"):
+    with pytest.raises(SandboxUnavailable, match=r"its limit of memory, 256 MiB, is above all"):
         await host.start(SPEC)
     with pytest.raises(SandboxUnavailable, match=r"root=/usr: must be one of roots=\['/'\]"):
         await host.start(SandboxSpec(root=Path("/usr")))

@@ -69,6 +69,7 @@ static void become(uid_t uid, gid_t gid) {
     must(forbid_system_calls(debuggable), "the filter of system calls");
     sigset_t no_signals;
     sigemptyset(&no_signals);
+    for (int number = 1; number <= SIGRTMAX; number++) signal(number, SIG_DFL);   /* the server ignores some */
     sigprocmask(SIG_SETMASK, &no_signals, NULL);
     umask(022);
 }
@@ -92,9 +93,19 @@ static int room_for_a_command(void) {
     return 0;
 }
 
+/* A process for a command. Signals wait until it takes them as a command does. */
+static pid_t fork_for_a_command(void) {
+    sigset_t all, before;
+    sigfillset(&all);
+    sigprocmask(SIG_BLOCK, &all, &before);
+    pid_t pid = room_for_a_command() ? fork() : -1;
+    if (pid) sigprocmask(SIG_SETMASK, &before, NULL);
+    return pid;
+}
+
 /* Fields: user, group, folder, number of limits, (resource, value) each, number of words, words, variables. Descriptors: the program's, from 0. */
 static void run(void) {
-    pid_t pid = room_for_a_command() ? fork() : -1;
+    pid_t pid = fork_for_a_command();
     if (pid) {
         answer_started(pid);
         return;
@@ -131,7 +142,7 @@ static void run(void) {
 
 /* Fields: user, group, path. Descriptor: where the files come from (`W`) or go to (`G`). */
 static void move_files(void) {
-    pid_t pid = room_for_a_command() ? fork() : -1;
+    pid_t pid = fork_for_a_command();
     if (pid) {
         answer_started(pid);
         return;
