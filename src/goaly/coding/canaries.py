@@ -61,7 +61,9 @@ def _first_line(node: Function | ast.ClassDef) -> int:
 
 def _name(source: str, tests: list[str], chance: Random) -> str:
     """A new name that the file's own naming makes a test."""
-    functions = [one for one in tests if not one.startswith("Test")] or ["test_it"]
+    methods = [one.rpartition("::")[2] for one in tests]
+    functions = [one for one in tests if "::" not in one] or [one for one in methods if one.startswith("test")]
+    functions = functions or ["test_it"]
     prefix = re.match(r"[^_]*_?", chance.choice(functions))
     words = sorted({word for one in functions for word in one.split("_")[1:] if word.isidentifier()})
     words += ["again", "twice", "empty", "order", "values"]
