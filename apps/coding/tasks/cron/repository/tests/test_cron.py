@@ -30,7 +30,10 @@ def test_upcoming():
     assert [moment.day for moment in Schedule("0 12 */10 * *").upcoming(FRIDAY, 3)] == [11, 21, 31]
 
 
-@pytest.mark.parametrize("line", ["* * * *", "60 * * * *", "* * 0 * *", "5-1 * * * *", "*/0 * * * *", "3/2 * * * *", "* * * foo *", "* * * * 8"])
+@pytest.mark.parametrize(
+    "line",
+    ["* * * *", "60 * * * *", "* * 0 * *", "5-1 * * * *", "*/0 * * * *", "3/2 * * * *", "* * * foo *", "* * * * 8"],
+)
 def test_errors(line):
     with pytest.raises(CronError):
         Schedule(line)

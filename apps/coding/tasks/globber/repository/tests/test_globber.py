@@ -23,7 +23,14 @@ def test_matching(pattern, path):
 
 @pytest.mark.parametrize(
     ("pattern", "path"),
-    [("*.py", "src/app.py"), ("a?b", "a/b"), ("[!a-c]x", "ax"), (r"\*", "x"), ("src/**/*.py", "lib/a/b.py"), ("docs/**", "docs")],
+    [
+        ("*.py", "src/app.py"),
+        ("a?b", "a/b"),
+        ("[!a-c]x", "ax"),
+        (r"\*", "x"),
+        ("src/**/*.py", "lib/a/b.py"),
+        ("docs/**", "docs"),
+    ],
 )
 def test_not_matching(pattern, path):
     assert not matches(pattern, path)

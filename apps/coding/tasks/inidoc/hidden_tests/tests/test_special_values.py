@@ -27,7 +27,9 @@ def test_quotes_that_do_not_start_the_value():
     assert loads('# "\n[s]\n; "x" # y\nk = 1 # "a\n').sections == {"s": {"k": "1"}}
 
 
-@pytest.mark.parametrize("line", ['k = "a # b', 'k = "a" b # c', r'k = "a\" # b', 'k = "a" "b"'], ids=["open", "after", "escaped", "two"])
+@pytest.mark.parametrize(
+    "line", ['k = "a # b', 'k = "a" b # c', r'k = "a\" # b', 'k = "a" "b"'], ids=["open", "after", "escaped", "two"]
+)
 def test_errors_are_still_found(line):
     with pytest.raises(ParseError) as caught:
         loads(f"[s]\n{line}\n")
@@ -35,7 +37,23 @@ def test_errors_are_still_found(line):
 
 
 def test_values_are_read_back():
-    values = ["a ;b", ";", "# x", " x", "x ", "\tx", '"x"', '"', "a\nb", "\n", "a\n[b]", "x\t# y", " ", '\\" #', "a\\nb\nc"]
+    values = [
+        "a ;b",
+        ";",
+        "# x",
+        " x",
+        "x ",
+        "\tx",
+        '"x"',
+        '"',
+        "a\nb",
+        "\n",
+        "a\n[b]",
+        "x\t# y",
+        " ",
+        '\\" #',
+        "a\\nb\nc",
+    ]
     for value in values:
         document = Document({"s": {"k": value, "z": "next"}})
         assert loads(dumps(document)) == document, value

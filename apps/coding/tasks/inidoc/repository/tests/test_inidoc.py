@@ -35,7 +35,16 @@ def test_writing():
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("a = 1\na = 2", 2), ("[]", 1), ("\n\nword", 3), ('a = "x', 1), ('a = "x" y', 1), (r'a = "\q"', 1), ("ä = 1", 1), ("[x", 1)],
+    [
+        ("a = 1\na = 2", 2),
+        ("[]", 1),
+        ("\n\nword", 3),
+        ('a = "x', 1),
+        ('a = "x" y', 1),
+        (r'a = "\q"', 1),
+        ("ä = 1", 1),
+        ("[x", 1),
+    ],
     ids=["twice", "unnamed", "word", "open", "after", "escape", "key", "section"],
 )
 def test_errors_name_the_line(text, line):

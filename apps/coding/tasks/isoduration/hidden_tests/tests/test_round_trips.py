@@ -9,7 +9,17 @@ from isoduration import Duration, DurationError, parse
 
 
 def test_texts_stay_as_they_are():
-    for text in ("PT2.25S", "PT0.000001S", "P1DT0.5S", "-PT45M", "-P1Y2M3DT4H5M6.7S", "-P2M", "-PT0.5S", "PT59M59.999999S", "P11M"):
+    for text in (
+        "PT2.25S",
+        "PT0.000001S",
+        "P1DT0.5S",
+        "-PT45M",
+        "-P1Y2M3DT4H5M6.7S",
+        "-P2M",
+        "-PT0.5S",
+        "PT59M59.999999S",
+        "P11M",
+    ):
         assert str(parse(text)) == text
 
 

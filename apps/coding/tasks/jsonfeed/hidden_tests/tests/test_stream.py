@@ -51,8 +51,25 @@ def test_random_cuts():
 
 def test_values_come_as_early_as_they_can():
     feed = Feed()
-    steps = [(b"[1]", [[1]]), (b"12", []), (b"3", []), (b"[", [123]), (b"]", [[]]), (b'"a', []), (b'"true', ["a"]), (b"{", [True])]
-    steps += [(b'"k":"}', []), (b'"}', [{"k": "}"}]), (b" \n", []), (b"nu", []), (b"ll ", [None]), (b"-0.5\t", [-0.5]), (b"", [])]
+    steps = [
+        (b"[1]", [[1]]),
+        (b"12", []),
+        (b"3", []),
+        (b"[", [123]),
+        (b"]", [[]]),
+        (b'"a', []),
+        (b'"true', ["a"]),
+        (b"{", [True]),
+    ]
+    steps += [
+        (b'"k":"}', []),
+        (b'"}', [{"k": "}"}]),
+        (b" \n", []),
+        (b"nu", []),
+        (b"ll ", [None]),
+        (b"-0.5\t", [-0.5]),
+        (b"", []),
+    ]
     for chunk, expected in steps:
         assert feed.feed(chunk) == expected, chunk
     assert feed.close() == []
@@ -99,7 +116,11 @@ def test_after_the_end():
 def test_the_work_grows_with_the_length_only(kind):
     def lines_run(size):
         """How many lines of Python run while a value of this size comes byte by byte."""
-        texts = {"array": f"[{'0,' * size}0]", "string": f'"{"ab" * size}"', "nested": "[" * 50 + "[],\n" * size + "0" + "]" * 50}
+        texts = {
+            "array": f"[{'0,' * size}0]",
+            "string": f'"{"ab" * size}"',
+            "nested": "[" * 50 + "[],\n" * size + "0" + "]" * 50,
+        }
         text, count = {**texts, "number": "12" * size + " "}[kind], 0
 
         def trace(frame, event, argument):

@@ -10,7 +10,19 @@ def test_values():
 
 @pytest.mark.parametrize(
     ("text", "position"),
-    [("", 0), ("[1,", 3), ("[1,]", 3), ("[1 2]", 3), ('{"a" 1}', 5), ("[01]", 1), ('["\\x"]', 2), ("nul", 0), ('"a\n"', 2), ("1 2", 2), ('"ab', 3)],
+    [
+        ("", 0),
+        ("[1,", 3),
+        ("[1,]", 3),
+        ("[1 2]", 3),
+        ('{"a" 1}', 5),
+        ("[01]", 1),
+        ('["\\x"]', 2),
+        ("nul", 0),
+        ('"a\n"', 2),
+        ("1 2", 2),
+        ('"ab', 3),
+    ],
 )
 def test_mistakes(text, position):
     with pytest.raises(JsonError) as caught:

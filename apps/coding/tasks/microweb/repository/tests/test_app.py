@@ -10,7 +10,9 @@ def app():
     app = App()
     app.route("/")(lambda request: "home")
     app.route("/hello/<name>")(lambda request, name: f"{name} {request.query.get('q')}")
-    app.route("/notes/<int:id>", methods=["put"])(lambda request, id: Response(request.body, 201, {"X-Id": str(id + 1)}))
+    app.route("/notes/<int:id>", methods=["put"])(
+        lambda request, id: Response(request.body, 201, {"X-Id": str(id + 1)})
+    )
     app.route("/json")(lambda request: {"a": 1})
     app.route("/wrong")(lambda request: 3)
     return app

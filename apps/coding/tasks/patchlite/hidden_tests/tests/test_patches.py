@@ -30,7 +30,11 @@ def test_the_marker_is_applied():
     assert apply("a\nb", f"@@ -2,1 +2,1 @@\n-b\n{MARK}+c\n") == "a\nc\n"
     assert apply("a\nb\n", f"@@ -2,1 +2,1 @@\n-b\n+b\n{MARK}") == "a\nb"
     assert apply("a\nb", "@@ -1,1 +1,1 @@\n-a\n+x\n") == "x\nb"
-    for text, patch in (("a\nb\n", f"@@ -2,1 +2,0 @@\n-b\n{MARK}"), ("a\nb", "@@ -2,1 +2,0 @@\n-b\n"), ("b\na", f"@@ -1,1 +1,1 @@\n-b\n{MARK}+c\n")):
+    for text, patch in (
+        ("a\nb\n", f"@@ -2,1 +2,0 @@\n-b\n{MARK}"),
+        ("a\nb", "@@ -2,1 +2,0 @@\n-b\n"),
+        ("b\na", f"@@ -1,1 +1,1 @@\n-b\n{MARK}+c\n"),
+    ):
         with pytest.raises(PatchError):
             apply(text, patch)
 

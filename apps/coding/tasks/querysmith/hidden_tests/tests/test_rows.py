@@ -60,7 +60,9 @@ def test_null(rows):
     assert where(col("c") == None) == "c IS NULL"
     assert where(col("c") != None) == "c IS NOT NULL"
     assert Select("t").where(col("c") == None).sql()[1] == []
-    assert len(rows(Select("t").where((col("c") != None) & (col("a") > 0)))) == sum(c is not None and a > 0 for a, _, c in ROWS)
+    assert len(rows(Select("t").where((col("c") != None) & (col("a") > 0)))) == sum(
+        c is not None and a > 0 for a, _, c in ROWS
+    )
 
 
 def test_in_nothing(rows):

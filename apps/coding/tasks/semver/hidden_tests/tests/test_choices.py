@@ -8,7 +8,19 @@ def allowed(text, *versions):
 
 
 def test_order_of_pre_releases():
-    texts = ["2.0.0-1", "2.0.0-2", "2.0.0-11", "2.0.0-11.a", "2.0.0-11a", "2.0.0-b", "2.0.0-b.2", "2.0.0-b.10", "2.0.0-b.x", "2.0.0-c.1", "2.0.0"]
+    texts = [
+        "2.0.0-1",
+        "2.0.0-2",
+        "2.0.0-11",
+        "2.0.0-11.a",
+        "2.0.0-11a",
+        "2.0.0-b",
+        "2.0.0-b.2",
+        "2.0.0-b.10",
+        "2.0.0-b.x",
+        "2.0.0-c.1",
+        "2.0.0",
+    ]
     versions = [Version.parse(text) for text in texts]
     shuffled = random.Random(1).sample(versions, len(versions))
     assert [str(version) for version in sorted(shuffled)] == texts
@@ -36,7 +48,11 @@ def test_pre_releases_must_be_asked_for():
 
 
 def test_only_those_of_the_named_version():
-    assert allowed(">=1.3.0-beta.2", "1.3.0-beta.1", "1.3.0-beta.11", "1.3.0", "1.4.0-alpha", "1.4.0") == ["1.3.0-beta.11", "1.3.0", "1.4.0"]
+    assert allowed(">=1.3.0-beta.2", "1.3.0-beta.1", "1.3.0-beta.11", "1.3.0", "1.4.0-alpha", "1.4.0") == [
+        "1.3.0-beta.11",
+        "1.3.0",
+        "1.4.0",
+    ]
     assert allowed("^2.1.0-a", "2.1.0-b", "2.1.1-b", "2.9.0", "3.0.0-a") == ["2.1.0-b", "2.9.0"]
     assert allowed("^0.2.0-rc.1", "0.2.0-rc.0", "0.2.0-rc.2", "0.2.4", "0.3.0-rc.1", "0.3.0") == ["0.2.0-rc.2", "0.2.4"]
     assert allowed("1.0.0-rc.1", "1.0.0-rc.1", "1.0.0-rc.2", "1.0.0") == ["1.0.0-rc.1"]

@@ -105,11 +105,18 @@ def test_cycles_through_ranges():
 
 def test_random_ranges():
     source = random.Random(5)
-    numbers = {(column, row): source.randrange(-9, 10) for column in range(1, 6) for row in range(1, 6) if source.random() < 0.7}
+    numbers = {
+        (column, row): source.randrange(-9, 10)
+        for column in range(1, 6)
+        for row in range(1, 6)
+        if source.random() < 0.7
+    }
     sheet = filled(**{f"{'ABCDE'[column - 1]}{row}": number for (column, row), number in numbers.items()})
     for _ in range(150):
         columns, rows = [source.randint(1, 5) for _ in range(2)], [source.randint(1, 5) for _ in range(2)]
         corners = ":".join(f"{'ABCDE'[column - 1]}{row}" for column, row in zip(columns, rows))
-        inside = [n for (c, r), n in numbers.items() if min(columns) <= c <= max(columns) and min(rows) <= r <= max(rows)]
+        inside = [
+            n for (c, r), n in numbers.items() if min(columns) <= c <= max(columns) and min(rows) <= r <= max(rows)
+        ]
         assert value(sheet, f"=SUM({corners})") == sum(inside)
         assert value(sheet, f"=MIN({corners}) + 100 * COUNT({corners})") == min(inside, default=0) + 100 * len(inside)

@@ -42,7 +42,10 @@ def test_blocks_inside_of_blocks():
     assert render("{% extends x %}{% block b %}B{% end %}{% block a %}A{% super %}{% end %}", x=base) == "A[B]"
     assert render("{% extends x %}{% block a %}A{% end %}{% block b %}B{% end %}", x=base) == "A"
     middle = "{% extends x %}{% block a %}({% block c %}c{% end %}{% super %}){% end %}"
-    assert render("{% extends m %}{% block c %}{% super %}C{% end %}{% block b %}<{% super %}>{% end %}", x=base, m=middle) == "(cC[<b>])"
+    assert (
+        render("{% extends m %}{% block c %}{% super %}C{% end %}{% block b %}<{% super %}>{% end %}", x=base, m=middle)
+        == "(cC[<b>])"
+    )
 
 
 def test_blocks_that_nobody_renders_are_ignored():
@@ -62,9 +65,19 @@ def test_includes_have_blocks_of_their_own():
 
 
 def test_templates_can_be_rendered_again():
-    templates = Templates({"base": BASE, "a": "{% extends base %}{% block main %}a{% super %}{% end %}", "b": "{% extends base %}{% block title %}b{% end %}"})
+    templates = Templates(
+        {
+            "base": BASE,
+            "a": "{% extends base %}{% block main %}a{% super %}{% end %}",
+            "b": "{% extends base %}{% block title %}b{% end %}",
+        }
+    )
     for _ in range(2):
-        assert [templates.render(name) for name in ("a", "b", "base")] == ["<Shop>anothing.", "<b>nothing.", "<Shop>nothing."]
+        assert [templates.render(name) for name in ("a", "b", "base")] == [
+            "<Shop>anothing.",
+            "<b>nothing.",
+            "<Shop>nothing.",
+        ]
 
 
 MISTAKES = {
@@ -83,7 +96,14 @@ MISTAKES = {
     "super_outside": ("\n{% super %}", {}, "t, line 2"),
     "super_outside_in_if": ("\n{% if v %}{% super %}{% end %}", {}, "t, line 2"),
     "super_of_nothing": ("{% block a %}\n{% super %}{% end %}", {}, "t, line 2"),
-    "super_of_nothing_below": ("{% extends u %}{% block b %}\n{% super %}{% end %}", {"u": "{% extends base %}{% block title %}{% block b2 %}{% end %}{% end %}{% block main %}{% include w %}{% end %}", "w": "{% block b %}\n\n{% super %}{% end %}"}, "w, line 3"),
+    "super_of_nothing_below": (
+        "{% extends u %}{% block b %}\n{% super %}{% end %}",
+        {
+            "u": "{% extends base %}{% block title %}{% block b2 %}{% end %}{% end %}{% block main %}{% include w %}{% end %}",
+            "w": "{% block b %}\n\n{% super %}{% end %}",
+        },
+        "w, line 3",
+    ),
     "mistake_in_the_base": ("{% extends u %}", {"u": "{% extends base %}\n{% block x %}"}, "u, line 2"),
     "else_in_a_block": ("{% block a %}\n{% else %}{% end %}", {}, "t, line 2"),
     "without_a_name": ("\n{% block %}{% end %}", {}, "t, line 2"),

@@ -21,7 +21,15 @@ def test_tags():
 
 @pytest.mark.parametrize(
     "text",
-    ["\n{{ b }}", "\n{% if a %}", "\n{% end %}", "\n{% foo %}", "\n{{ a | foo }}", "\n{% include none %}", "\n{% for x in b %}{% end %}"],
+    [
+        "\n{{ b }}",
+        "\n{% if a %}",
+        "\n{% end %}",
+        "\n{% foo %}",
+        "\n{{ a | foo }}",
+        "\n{% include none %}",
+        "\n{% for x in b %}{% end %}",
+    ],
     ids=["value", "open", "end", "tag", "filter", "include", "for"],
 )
 def test_mistakes(text):

@@ -21,7 +21,9 @@ def ids(todo):
     return [int(line.split()[0]) for line in todo("list", "--all")[1].splitlines()]
 
 
-@pytest.mark.parametrize("command", [["done", "7"], ["remove", "7"], ["edit", "7", "x"]], ids=["done", "remove", "edit"])
+@pytest.mark.parametrize(
+    "command", [["done", "7"], ["remove", "7"], ["edit", "7", "x"]], ids=["done", "remove", "edit"]
+)
 def test_an_unknown_id_is_an_error(todo, command):
     todo("add", "one")
     assert todo(*command) == (1, "", "todo: no task 7\n")

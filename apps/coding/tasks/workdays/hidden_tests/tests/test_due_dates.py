@@ -4,7 +4,9 @@ from datetime import date, timedelta
 from workdays import Calendar, Fixed, NthWeekday
 
 DAY = timedelta(days=1)
-OFFICE = Calendar([Fixed("New Year", 1, 1, observed=True), Fixed("Eve", 12, 31, observed=True), NthWeekday("Thanks", 11, 3, 4)])
+OFFICE = Calendar(
+    [Fixed("New Year", 1, 1, observed=True), Fixed("Eve", 12, 31, observed=True), NthWeekday("Thanks", 11, 3, 4)]
+)
 
 
 def one_by_one(calendar, day, n):
@@ -64,7 +66,9 @@ def test_counting_backwards():
         first, last = (date(2020, 11, 1) + source.randrange(500) * DAY for _ in range(2))
         assert OFFICE.count(first, last) == -OFFICE.count(last, first)
         if first <= last:
-            assert OFFICE.count(first, last) == sum(OFFICE.is_workday(first + n * DAY) for n in range((last - first).days))
+            assert OFFICE.count(first, last) == sum(
+                OFFICE.is_workday(first + n * DAY) for n in range((last - first).days)
+            )
 
 
 def test_counting_agrees_with_adding():

@@ -7,7 +7,14 @@ from workdays import Calendar, Fixed, NthWeekday
 
 @pytest.fixture
 def office():
-    return Calendar([Fixed("New Year", 1, 1, observed=True), Fixed("Leap", 2, 29), NthWeekday("Thanks", 11, 3, 4), NthWeekday("May", 5, 0, -1)])
+    return Calendar(
+        [
+            Fixed("New Year", 1, 1, observed=True),
+            Fixed("Leap", 2, 29),
+            NthWeekday("Thanks", 11, 3, 4),
+            NthWeekday("May", 5, 0, -1),
+        ]
+    )
 
 
 def test_holidays_of_a_year(office):
