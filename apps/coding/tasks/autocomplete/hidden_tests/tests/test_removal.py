@@ -53,8 +53,8 @@ def test_random_changes_as_in_a_dictionary():
 
 
 def test_the_root_stays():
-    trie = Trie({"x": 1})
-    trie.remove("x")
+    trie = Trie({"xy": 1})
+    trie.remove("xy")
     assert trie.node_count() == 0
-    trie.add("xy")
-    assert trie.complete("x") == ["xy"]
+    trie.add("xyz")
+    assert trie.complete("x") == ["xyz"]
