@@ -54,6 +54,7 @@ async def prepare(host: SandboxHost, task: CodingTask, spec: SandboxSpec, tools:
         await maker.check_out()
         await maker.set_up()
         tracked = await maker.drop_history()
+        await maker.open_folders()
         tree = FileTree(await sandbox.download(task.workdir, most_bytes=MOST_BYTES, user=user))
         await maker.commit(None if tracked is None else [path for path in tracked if path in tree])
         return CleanState(
@@ -154,6 +155,10 @@ class _Maker:
         removed = await self.run("find . -name .git -prune -exec rm -rf {} +")
         _check(self.task, "removing the history", removed)
         return tracked
+
+    async def open_folders(self) -> None:
+        """Let other users make files in the folders, as tests do, but not change those that are there."""
+        _check(self.task, "opening its folders", await self.run("find . -type d -exec chmod a+rwxt {} +"))
 
     async def commit(self, tracked: Sequence[str] | None) -> None:
         """One first commit of these files, or of everything."""

@@ -20,10 +20,12 @@ FOLDER: Final = "/opt/goaly"
 PYTHON: Final = f"{FOLDER}/bin/python"
 OLDEST: Final = (3, 10)
 """The oldest Python on which this pytest runs."""
+OWN_PREFIX: Final = sys.base_prefix
+OWN_PYTHON: Final = f"{OWN_PREFIX}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
 PACKAGES: Final = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 LEXERS: Final = ("__init__", "_mapping", "python", "diff", "special", "configs", "data")
 NOT_OF_A_LIBRARY: Final = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages")
-PYTEST_PROGRAM: Final = f"#!{PYTHON}\nimport sys\nfrom pytest import console_main\nsys.exit(console_main())\n"
+PYTEST_PROGRAM: Final = f"#!{PYTHON}\nimport sys\nimport pytest\nsys.exit(pytest.main())\n"
 SOURCE_IS_NOT_COMPARED: Final = (1).to_bytes(4, "little") + bytes(8)
 """The head of compiled Python that is valid whatever the time of its source: uploaded files have another one."""
 
@@ -83,10 +85,10 @@ def _compiled(source: Path) -> bytes:
 
 
 def own_interpreter() -> list[Entry]:
-    """This process's interpreter with its standard library, as files below `FOLDER/python`."""
-    prefix = Path(sys.base_prefix)
-    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    program = prefix / "bin" / name
+    """This process's interpreter with its standard library, as files below `OWN_PREFIX`, where it finds them."""
+    prefix = Path(OWN_PREFIX)
+    program = Path(OWN_PYTHON)
+    name = program.name
     if not program.is_file():
         raise TaskProblem(f"the root of sandboxes has no Python of {OLDEST[0]}.{OLDEST[1]} or newer, nor has {prefix}")
     entries = [Entry(path=f"bin/{name}", contents=program.read_bytes(), mode=0o755)]

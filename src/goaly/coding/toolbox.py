@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from goaly.coding.pytest_bundle import FOLDER, OLDEST, PYTHON, bundle, own_interpreter
+from goaly.coding.pytest_bundle import FOLDER, OLDEST, OWN_PREFIX, OWN_PYTHON, PYTHON, bundle, own_interpreter
 from goaly.coding.task import TaskProblem
 from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxSpec
 from goaly.sandboxes.files import folder_entries
@@ -54,18 +54,19 @@ async def find_tools(host: SandboxHost, spec: SandboxSpec, files: Mapping[str, s
         program = Path(__file__).with_name("suite_runner.py").read_bytes()
         await sandbox.write(RUNNER, program)
         path = spec.environment.get("PATH", DEFAULTS["PATH"])
-        found = None
-        for name in ("python", "python3"):
+        found: tuple[str, tuple[int, int]] | None = None
+        for name in ("python", "python3", OWN_PYTHON):
             result = await sandbox.run([name, "-c", PROBE], env=spec.environment)
             if not result.ok:
                 continue
-            python, version, pytest, plugins = json.loads(result.stdout.text())
+            python, (major, minor), pytest, plugins = json.loads(result.stdout.text())
             if pytest:
                 modules = tuple(value.partition(":")[0] for _, value in plugins)
                 return Toolbox(snapshot=await sandbox.snapshot(), python=python, plugins=modules, path=path)
-            found = (python, tuple(version)) if tuple(version) >= OLDEST else found
+            found = found or ((python, (major, minor)) if (major, minor) >= OLDEST else None)
         if found is None and spec.image is None:
-            found = await _lay_interpreter(sandbox)
+            await sandbox.upload(await asyncio.to_thread(own_interpreter), OWN_PREFIX, user=0)
+            found = (OWN_PYTHON, sys.version_info[:2])
         if found is not None:
             await sandbox.upload(await asyncio.to_thread(bundle, *found), FOLDER, user=0)
             if found[1] != sys.version_info[:2]:
@@ -94,9 +95,3 @@ def _entries(outside: Path, inside: str) -> list[Entry]:
         folder = Entry(path=below, kind="folder", mode=0o755)
         return [folder, *(replace(entry, path=f"{below}/{entry.path}") for entry in folder_entries(outside))]
     return [Entry(path=below, contents=outside.read_bytes(), mode=outside.stat().st_mode & 0o777)]
-
-
-async def _lay_interpreter(sandbox: Sandbox) -> tuple[str, tuple[int, int]]:
-    await sandbox.upload(await asyncio.to_thread(own_interpreter), f"{FOLDER}/python", user=0)
-    version = sys.version_info[:2]
-    return f"{FOLDER}/python/bin/python{version[0]}.{version[1]}", version

@@ -12,6 +12,7 @@ coding-2: the agent's patch is the difference of its files from the clean ones, 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -49,17 +50,18 @@ class Workspaces:
         settings: SandboxSettings,
         *,
         kept: int = 256,
-        user: int = AGENT,
-        tester: int = TESTER,
+        user: int | None = None,
+        tester: int | None = None,
         files: Mapping[str, str] | None = None,
     ) -> None:
         """`files` are files and folders here that every sandbox has, by their paths there."""
         self.host = host
         self.settings = settings
-        self.user = user
+        one_user = settings.backend == "namespaces" and os.geteuid() != 0
+        self.user = user if user is not None else 0 if one_user else AGENT
         """Agents work as this user, if their task's files do not belong to another one."""
-        self.tester = tester
-        """Hidden tests run as this user, to whom the files do not belong."""
+        self.tester = tester if tester is not None else 0 if one_user else TESTER
+        """Hidden tests run as this user. The files belong to another one, if the sandboxes have several users."""
         self._files = files or {}
         self._kept = kept
         self._held: OrderedDict[str, _Held] = OrderedDict()

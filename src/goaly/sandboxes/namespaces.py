@@ -47,6 +47,7 @@ class NamespaceHost(SandboxHost):
         self._channel = channel
         self._roots: dict[Path, str] = {}
         self._live: dict[int, NamespaceSandbox] = {}
+        self._ending: dict[int, asyncio.Task[None]] = {}
         self._number = number
         """Among the clients of the server; it makes names and ids unique there."""
         self._names = itertools.count(1)
@@ -149,10 +150,18 @@ class NamespaceHost(SandboxHost):
         await self._channel.ask("B", *_use(spec), number=number)
 
     async def terminate(self, number: int) -> None:
-        """End a sandbox and wait until it is gone."""
-        with suppress(SandboxError):
-            await self._channel.ask("T", number=number)
-        self._live.pop(number, None)
+        """End a sandbox and wait until it is gone; several callers may, at once."""
+        if number not in self._ending:
+            self._ending[number] = asyncio.create_task(self._end(number))
+        await asyncio.shield(self._ending[number])
+
+    async def _end(self, number: int) -> None:
+        try:
+            with suppress(SandboxError):
+                await self._channel.ask("T", number=number)
+        finally:
+            self._live.pop(number, None)
+            del self._ending[number]
 
     def _event(self, message: Message) -> None:
         if message[0] == "X" and (sandbox := self._live.pop(message[1], None)):

@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import json
 import subprocess
+import sys
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -16,13 +18,15 @@ from goaly.coding.patch_reader import PatchProblem, read_patch
 from goaly.coding.patch_writer import patch_of
 from goaly.coding.repository_files import repository_files
 from goaly.coding.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
+from goaly.coding.toolbox import find_tools
 from goaly.coding.workspace import Workspaces
-from goaly.sandboxes.contract import Entry
+from goaly.sandboxes.contract import USERS_FOLDERS, Entry, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.settings import SandboxSettings
 from tests.unit.coding.conftest import folder_of
 
+LIBRARIES = [str(path) for path in Path("/usr/lib").glob("python3*")]
 SUITE = TestSuite(fail_to_pass=("tests/test_x.py::test_x",))
 
 
@@ -45,6 +49,15 @@ async def test_agents_start_in_one_clean_commit_with_python_pytest_and_git(works
     )
     assert "passed" in await said(sandbox, "printf 'def test_x(): pass\n' > test_x.py; python -m pytest -q; pytest -q")
     assert await said(sandbox, "git add -A && git commit -q -m mine && git rev-list --count HEAD") == "2\n"
+
+
+@pytest.mark.slow
+async def test_a_root_without_python_gets_this_one_with_pytest(host: NamespaceHost):
+    tools = await find_tools(host, SandboxSpec(hidden=(*USERS_FOLDERS, *LIBRARIES, sys.base_prefix)), {})
+    sandbox = await host.start(SandboxSpec(environment={"PATH": tools.path}), origin=tools.snapshot)
+    assert tools.python == "/opt/goaly/bin/python"
+    program = "import sys, json, ssl, sqlite3, pytest; print(json.dumps(sys.version_info[:2]))"
+    assert json.loads(await said(sandbox, f"python -c '{program}'")) == list(sys.version_info[:2])
 
 
 async def test_callers_share_one_preparation_and_a_cancelled_one_does_not_stop_it(

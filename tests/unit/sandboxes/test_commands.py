@@ -252,3 +252,10 @@ async def test_a_shells_script_brings_another_one_into_its_state(sandbox: Sandbo
     seen = await second.run("""echo "$PWD,$x,$y,${a[1]}"; f; sh -c 'echo $z'; shopt extglob | grep -o on""")
     assert seen.stdout.text() == "/usr,a  b,one\ntwo,2 3\nfa b\n3\non\n"
     assert seen.stderr.text() == ""
+
+
+async def test_several_callers_may_stop_a_sandbox_at_once(sandbox: Sandbox):
+    running = asyncio.create_task(sandbox.run("sleep 1000"))
+    await asyncio.gather(sandbox.stop(), sandbox.stop(), sandbox.stop())
+    with pytest.raises(SandboxDied):
+        await running
