@@ -15,7 +15,6 @@ import fcntl
 import io
 import json
 import re
-import resource
 import secrets
 import tarfile
 import time
@@ -27,24 +26,18 @@ from typing import Any, Self
 from goaly.sandboxes.channel import Ends, Message
 from goaly.sandboxes.compiler import build
 from goaly.sandboxes.container_images import Image, Images
+from goaly.sandboxes.container_request import HOME, OURS, PROGRAM, SANDBOX, request_of
 from goaly.sandboxes.container_stream import RelayedPort, StreamChannel
 from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.docker_api import Conflict, DockerApi, NotThere
-from goaly.sandboxes.resident import OPEN_FILES, ResidentSandbox
+from goaly.sandboxes.resident import ResidentSandbox
 from goaly.sandboxes.sandbox import DEFAULTS, Handler, SandboxHost
 from goaly.sandboxes.settings import ContainerSettings
 
-HOME = "/.goaly"
-"""Folder of the first process' program inside."""
-PROGRAM = f"{HOME}/resident"
-OURS = 65533
-"""User of the first process, and of those that join a client with it: no command can be it."""
-SANDBOX, SNAPSHOT = "goaly.sandbox", "goaly.snapshot"
-"""Labels of our containers and of their snapshots."""
+SNAPSHOT = "goaly.snapshot"
+"""Label of the images of snapshots."""
 SNAPSHOTS = "localhost/goaly-snapshot"
 """The name of their images, each with a tag of its own."""
-CAPABILITIES = ["SETUID", "SETGID", "SETPCAP", "KILL"]
-"""Of the first process, which starts and ends commands of other users. Commands have none."""
 NEVER_STARTED_SECONDS = 600
 UNDO_SECONDS = 30.0
 """Longest wait of a cancelled start for the daemon to remove what it began; it goes on in the background."""
@@ -62,6 +55,8 @@ class ContainerHost(SandboxHost):
         # With other drivers than overlays, the size of a container's files would be with those of its image.
         self.storage: set[str] | None = None if driver.startswith("overlay") else set()
         """What the daemon limits of a sandbox's files: `size`, `inodes`; None before the first start."""
+        self.sees_files = False
+        """Whether a file of a container has been seen at the daemon."""
         self._api = api
         self._settings = settings
         self._program = program
@@ -133,7 +128,7 @@ class ContainerHost(SandboxHost):
                 raise SandboxUnavailable(f"a container did not start: {error}") from error
 
     async def _run(self, name: str, spec: SandboxSpec, image: Image) -> ContainerSandbox:
-        await self._create(name, self._wanted(spec, image), spec)
+        await self._create(name, request_of(spec, image, self._program.name, self._settings.runtime), spec)
         await self._api.ask("POST", f"/containers/{name}/start")
         sandbox = await self._joined(ContainerTicket(name, spec, image))
         self._has_program = True
@@ -152,40 +147,10 @@ class ContainerHost(SandboxHost):
                 self.storage = storage
                 return
 
-    def _wanted(self, spec: SandboxSpec, image: Image) -> dict[str, Any]:
-        limits, memory = spec.limits, spec.limits.memory_mib << 20
-        volume = {"Type": "volume", "Source": self._program.name, "Target": HOME, "ReadOnly": True}
-        return {
-            "Image": image.name,
-            "User": "0:0",
-            "WorkingDir": "/",
-            "Entrypoint": [PROGRAM],
-            "Cmd": ["init", str(spec.seconds_unowned), str(spec.seconds_to_live or 0), str(int(spec.debuggers))],
-            "Labels": {SANDBOX: "1", **{f"goaly.{key}": value for key, value in spec.labels.items()}},
-            "Healthcheck": {"Test": ["NONE"]},
-            "StopSignal": "SIGKILL",
-            "HostConfig": {
-                "AutoRemove": True,
-                "NetworkMode": "none",
-                "IpcMode": "private",
-                "CapDrop": ["ALL"],
-                "CapAdd": CAPABILITIES,
-                "SecurityOpt": ["no-new-privileges"],
-                "Memory": memory,
-                "MemorySwap": memory,
-                "NanoCpus": int(limits.cpus * 1e9),
-                "PidsLimit": limits.processes,
-                "Ulimits": _ulimits(),
-                "LogConfig": {"Type": "none"},
-                "Mounts": [volume],
-                **({"Runtime": self._settings.runtime} if self._settings.runtime else {}),
-            },
-        }
-
     async def _put_program(self, image: Image) -> None:
         """Put the first process' program into a volume that all containers share, if it is not there."""
         name, spec = f"goaly-{secrets.token_hex(8)}", SandboxSpec(image=image.name)
-        wanted = self._wanted(spec, image)
+        wanted = request_of(spec, image, self._program.name, self._settings.runtime)
         wanted["HostConfig"]["Mounts"][0]["ReadOnly"] = False
         path = f"/containers/{name}/archive"
         async with self._program_lock:
@@ -222,6 +187,17 @@ class ContainerHost(SandboxHost):
                 raise SandboxDied(f"{error}: {stream.errors.decode(errors='replace').strip()}") from error
             raise
         return sandbox
+
+    async def see(self, container: str, path: str) -> None:
+        """SandboxError if the daemon does not see a file that its container has."""
+        try:
+            await self._api.ask("HEAD", f"/containers/{container}/archive", query={"path": path})
+        except NotThere as error:
+            raise SandboxError(
+                f"runtime={self._settings.runtime!r} keeps files where the daemon does not see them, so no snapshot is "
+                "possible: give gVisor `--overlay2=none` among the runtime's arguments"
+            ) from error
+        self.sees_files = True
 
     async def commit(self, container: str) -> str:
         """The name of an image of a container's files."""
@@ -286,14 +262,6 @@ class ContainerHost(SandboxHost):
         await self._api.close()
 
 
-def _ulimits() -> list[dict[str, Any]]:
-    """Of processes: as many as this machine can have. Podman would raise that, which not every machine permits it."""
-    most = int(Path("/proc/sys/kernel/pid_max").read_text())
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    limits = {"nofile": OPEN_FILES, "nproc": most if hard == resource.RLIM_INFINITY else min(most, hard)}
-    return [{"Name": name, "Soft": value, "Hard": value} for name, value in limits.items()]
-
-
 def _packed(program: Path) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive, program.open("rb") as contents:
@@ -349,7 +317,18 @@ class ContainerSandbox(ResidentSandbox):
             folders = ", ".join(self.ticket.image.volumes)
             raise SandboxError(f"image {self.spec.image!r} keeps volumes, which no snapshot has: {folders}")
         await self._channel.ask("N")
+        if not self._host.sees_files:
+            await self._check_that_files_are_seen()
         return FileSnapshot((await self._host.commit(self.ticket.name),), self.spec)
+
+    async def _check_that_files_are_seen(self) -> None:
+        """Some runtimes keep files to themselves: a snapshot would lack them and nobody would know."""
+        path = f"/tmp/.goaly-{secrets.token_hex(8)}"
+        await self.write(path, b"")
+        try:
+            await self._host.see(self.ticket.name, path)
+        finally:
+            await self.run(["rm", "-f", path])
 
     async def assign(self, spec: SandboxSpec) -> None:
         await self._channel.ask("T", str(spec.seconds_to_live or 0))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PROGRAMS = """sh bash env cat ls cp rm mv mkdir rmdir mkfifo mknod touch chmod chown ln stat head tail wc cut sort
 seq sleep true false id uname grep sed find ps dd du df split yes tr nohup setsid expr dirname basename readlink date
-test truncate python3 git tar"""
+test truncate timeout kill python3 git tar"""
 NOT_NEEDED = {"test", "idlelib", "tkinter", "ensurepip", "lib2to3", "__pycache__", "pydoc_data"}
 FOLDERS = {"tmp": 0o1777, "usr": 0o755, "var": 0o755, "proc": 0o755, "dev": 0o755, "etc": 0o755}
 ACCOUNTS = {"etc/passwd": b"root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n", "etc/group": b"root:x:0:\n"}

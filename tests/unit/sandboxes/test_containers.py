@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 
 from goaly.sandboxes import containers
-from goaly.sandboxes.containers import SANDBOX, SNAPSHOT, ContainerHost
+from goaly.sandboxes.container_request import SANDBOX
+from goaly.sandboxes.containers import SNAPSHOT, ContainerHost
 from goaly.sandboxes.contract import Entry, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.docker_api import DockerApi
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost

@@ -160,21 +160,25 @@ static void move_files(void) {
     _exit(errno ? 1 : 0);
 }
 
+int process_stat(const char *name, int *parent, int *group, int *session) {
+    char path[300], text[512];
+    if (*name < '0' || *name > '9') return 0;
+    snprintf(path, sizeof path, "/proc/%s/stat", name);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (n <= 0) return 0;
+    text[n] = 0;
+    char *after = strrchr(text, ')');   /* a program's name may have blanks and brackets */
+    return after && sscanf(after + 1, " %*c %d %d %d", parent, group, session) == 3;
+}
+
 /* Sends a signal to all process groups of a session but the leader's and those in the message. */
 static void end_session(pid_t leader, int number) {
     DIR *all = opendir("/proc");
     for (struct dirent *d; all && (d = readdir(all));) {
-        char path[300], text[512];
-        int pgrp = 0, session = 0, kept = 0;
-        if (*d->d_name < '0' || *d->d_name > '9') continue;
-        snprintf(path, sizeof path, "/proc/%s/stat", d->d_name);
-        int fd = open(path, O_RDONLY | O_CLOEXEC);
-        ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-        if (fd >= 0) close(fd);
-        if (n <= 0) continue;
-        text[n] = 0;
-        char *after = strrchr(text, ')');   /* a program's name may have blanks and brackets */
-        if (!after || sscanf(after + 1, " %*c %*d %d %d", &pgrp, &session) != 2 || session != leader || pgrp == leader) continue;
+        int parent, pgrp, session, kept = 0;
+        if (!process_stat(d->d_name, &parent, &pgrp, &session) || session != leader || pgrp == leader) continue;
         for (size_t at = m.at; at < m.length; at += strlen(m.fields + at) + 1) kept |= atoi(m.fields + at) == pgrp;
         if (!kept) kill(-pgrp, number);
     }

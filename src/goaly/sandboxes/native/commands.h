@@ -21,5 +21,7 @@ void refuse(const char *what);
 int command_signals(void);
 void reap(int signals);
 void serve_request(void);
+/* The parent, process group and session of the process that a name in /proc stands for; 0 if it stands for none. */
+int process_stat(const char *name, int *parent, int *group, int *session);
 
 #endif

@@ -76,7 +76,8 @@ static void live(double seconds) {
 static void dismiss_client(void) {
     struct timeval patience = {5, 0};
     setsockopt(control, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    kill(relay_pid, SIGKILL);
+    shutdown(control, SHUT_WR);
+    if (relay_pid > 1) kill(relay_pid, SIGKILL);   /* it may be stopped */
     while (wire_receive(control, &m) > 0) wire_close_fds(&m);
     close(control);
 }
@@ -108,12 +109,13 @@ static void keep(void) {
     wire_send(control, 'P', m.id, NULL, 0, NULL, 0);
 }
 
+/* Relays have no parent in here. */
 static int commands_run(void) {
     DIR *all = opendir("/proc");
     int found = 0;
     for (struct dirent *d; all && (d = readdir(all));) {
-        int pid = atoi(d->d_name);
-        found |= pid > 1 && pid != relay_pid;
+        int parent, group, session;
+        found |= process_stat(d->d_name, &parent, &group, &session) && parent != 0;
     }
     if (all) closedir(all);
     return found;
