@@ -24,6 +24,7 @@ def run(main):
         return await task
 
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # else it logs what nobody awaited, at any later time
     try:
         return loop.run_until_complete(bounded())
     finally:
