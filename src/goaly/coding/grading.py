@@ -6,6 +6,7 @@ coding-4: what could not be judged raises GradingFailed. It is never a grade of 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import secrets
@@ -31,6 +32,7 @@ from goaly.sandboxes.sandbox import Sandbox
 MOST_PATCH_BYTES: Final = 1 << 20
 LOG_BYTES: Final = 65_536
 REPORT_BYTES: Final = 1 << 22
+NO_PLACE_FOR_A_FILE: Final = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 SUITE_ENVIRONMENT: Final = {
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -90,7 +92,12 @@ class _Attempt:
             if not removed.ok:
                 raise GradingFailed(f"task {self.task.id}: removing files: {removed.stderr.text()}")
         entries = [file.entry(path) for path, file in changes.items() if file is not None]
-        await self.sandbox.upload(entries, workdir, user=user)
+        try:
+            await self.sandbox.upload(entries, workdir, user=user)
+        except OSError as error:
+            if error.errno in NO_PLACE_FOR_A_FILE:
+                raise PatchProblem(f"a file cannot be written where the patch has it: {error.strerror}") from None
+            raise
 
     async def suite(self, suite: TestSuite, changed: Mapping[str, File | None]) -> Grade:
         """Run the suite as another user than the owner of the files."""

@@ -140,6 +140,13 @@ async def test_a_suite_by_a_patch_deletes_and_brings_tests(workspaces: Workspace
     assert (await grade(workspaces, by_patch, changed({"calc/core.py": FIXED}))).resolved
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "empty"])
+async def test_a_patch_with_a_file_that_has_no_place_is_refused(workspaces: Workspaces, task: CodingTask, name: str):
+    found = await grade(workspaces, replace(task, setup=("mkdir empty",)), changed({name: "x"}))
+    assert (found.score, found.resolved) == (0.0, False)
+    assert "a file cannot be written where the patch has it" in str(found.refused)
+
+
 async def test_tests_that_do_not_end_have_failed(workspaces: Workspaces, task: CodingTask):
     limited = replace(task, seconds=TaskSeconds(grading=1.0))
     found = await grade(workspaces, limited, changed({"calc/core.py": "while True: pass\n"}))
