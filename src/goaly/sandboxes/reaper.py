@@ -24,7 +24,7 @@ from goaly.sandboxes.owner import lives
 from goaly.sandboxes.server import SOCKET, alone, servers_folder
 
 END_SECONDS = 5.0
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,8 @@ def live_sandboxes() -> list[LiveSandbox]:
 def _connection(folder: Path) -> socket.socket | None:
     """A connection to the server with this folder; None if it has ended."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(ANSWER_SECONDS)
+    for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `settimeout` would refuse to wait in a full queue
+        connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", ANSWER_SECONDS, 0))
     try:
         connection.connect(str(folder / SOCKET))
     except (ConnectionRefusedError, FileNotFoundError):

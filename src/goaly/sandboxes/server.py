@@ -82,7 +82,7 @@ def connected_to_shared(name: str) -> socket.socket:
 
     It ends when it has neither clients nor sandboxes. Those of a client that has gone live `seconds_unowned` longer."""
     program = build("sandboxes")
-    folder = servers_folder() / hashlib.sha256(name.encode()).hexdigest()[:16]
+    folder = shared_folder(name)
     with alone():
         with suppress(SandboxUnavailable):
             return connected(folder / SOCKET)
@@ -90,6 +90,11 @@ def connected_to_shared(name: str) -> socket.socket:
         folder.mkdir()
         _reaped_in_background(_started(program, folder, -1))
         return connected(folder / SOCKET)
+
+
+def shared_folder(name: str) -> Path:
+    """The folder of the server that processes share by this name, as long as it lives."""
+    return servers_folder() / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _reaped_in_background(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.namespaces import NamespaceHost, SandboxTicket
-from goaly.sandboxes.server import servers_folder
+from goaly.sandboxes.server import shared_folder
 from goaly.sandboxes.shell import Shell
 from tests.unit.sandboxes.conftest import SMALL, process_ended
 
@@ -122,7 +122,6 @@ async def test_many_processes_start_one_server_and_each_has_names_of_its_own(nam
 
 
 async def test_a_client_that_is_killed_leaves_its_sandbox_to_another_and_then_nothing(name: str):
-    before = set(servers_folder().iterdir())
     ticket = await client_of(name, 30)
     server = server_of(ticket.pid)
     host = await NamespaceHost.open(shared=name)
@@ -131,14 +130,13 @@ async def test_a_client_that_is_killed_leaves_its_sandbox_to_another_and_then_no
     assert result.stdout.text().split() == ["kept", "5"]  # its first process, the job, sh, ls, grep
     await host.close()
     await process_ended(server)
-    assert set(servers_folder().iterdir()) <= before
+    assert not shared_folder(name).exists()
 
 
 async def test_sandboxes_of_killed_clients_end_with_their_server_after_their_time(name: str):
-    before = set(servers_folder().iterdir())
     ticket = await client_of(name, 1)
     await process_ended(server_of(ticket.pid))
-    assert set(servers_folder().iterdir()) <= before
+    assert not shared_folder(name).exists()
 
 
 async def test_after_a_server_was_killed_the_next_client_starts_another(

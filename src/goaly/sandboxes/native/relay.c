@@ -173,7 +173,7 @@ static void take_kept(void) {
 
 static void from_sandbox(void) {
     char head[5];
-    int got = wire_receive(sandbox, &m);
+    int got = wire_receive(sandbox, &m, 0);
     if (got < 0) return;
     if (!got) _exit(0);
     if (m.op == 'L' && m.n_fds) add(m.id, 0, m.fds[0], 'l'), m.n_fds = 0;

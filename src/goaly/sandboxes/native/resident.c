@@ -78,7 +78,7 @@ static void dismiss_client(void) {
     setsockopt(control, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     shutdown(control, SHUT_WR);
     if (relay_pid > 1) kill(relay_pid, SIGKILL);   /* it may be stopped */
-    while (wire_receive(control, &m) > 0) wire_close_fds(&m);
+    while (wire_receive(control, &m, 0) > 0) wire_close_fds(&m);
     close(control);
 }
 
@@ -161,7 +161,7 @@ static void init(double seconds_unowned, double seconds_to_live) {
         if (poll(waiting, 3, control < 0 ? (int)(left < 1 << 30 ? left : 1 << 30) : -1) < 0) continue;
         if (waiting[0].revents) reap(signals);
         if (waiting[2].revents) {
-            if (wire_receive(control, &m) <= 0) close(control), control = -1, relay_pid = 0, until = now() + patience;
+            if (wire_receive(control, &m, 0) <= 0) close(control), control = -1, relay_pid = 0, until = now() + patience;
             else if (m.op == 'N') answer_still(signals);
             else if (m.op == 'P') keep();
             else if (m.op == 'T') live(atof(wire_text(&m))), wire_send(control, 'T', m.id, NULL, 0, NULL, 0);

@@ -175,7 +175,9 @@ void sandbox_main(struct sandbox *sandbox) {
         if (poll(waiting, 2, -1) < 0 && errno != EINTR) _exit(1);
         if (waiting[1].revents) reap(signals);
         if (!waiting[0].revents) continue;
-        if (wire_receive(control, &m) <= 0) _exit(0);
+        int got = wire_receive(control, &m, MSG_DONTWAIT);
+        if (!got) _exit(0);
+        if (got < 0) continue;
         if (m.op == 'N') snapshot(signals);
         else serve_request();
         wire_close_fds(&m);

@@ -338,6 +338,7 @@ static void leave(int client) {
             forget_layers_of(number);
             break;
         }
+    epoll_ctl(poller, EPOLL_CTL_DEL, client, NULL);   /* a sandbox that has just been cloned may still hold it open */
     close(client);
 }
 
@@ -423,8 +424,11 @@ int main(int n, char **words) {
                     setsockopt(client, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience), watch(client);
                     clients[n_clients++] = (struct client){client, ++last_client};
                 }
-            } else if (wire_receive(fd, &m) <= 0) leave(fd);
-            else serve(fd), wire_close_fds(&m);
+            } else {
+                int got = wire_receive(fd, &m, MSG_DONTWAIT);
+                if (!got) leave(fd);
+                else if (got > 0) serve(fd), wire_close_fds(&m);
+            }
         }
         if (owner < 0 && last_client && !n_clients && !n_boxes) leave_nothing(folder);
     }

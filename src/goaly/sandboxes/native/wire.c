@@ -12,13 +12,13 @@
 
 #define HEAD 5
 
-int wire_receive(int socket, struct message *m) {
+int wire_receive(int socket, struct message *m, int flags) {
     char head[HEAD];
     union { struct cmsghdr align; char bytes[CMSG_SPACE(sizeof(int) * WIRE_FDS)]; } control;
     struct iovec parts[2] = {{head, HEAD}, {m->fields, WIRE_BYTES - 1}};
     struct msghdr header = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t got;
-    do got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
+    do got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC | flags);
     while (got < 0 && errno == EINTR);
     if (got < 0) return errno == EAGAIN ? -1 : 0;
     m->n_fds = 0;

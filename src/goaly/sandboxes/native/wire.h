@@ -20,7 +20,7 @@ struct message {
 };
 
 /* 1: a message is in `m`; 0: the other side has closed; -1: there is none now (errno is EAGAIN). */
-int wire_receive(int socket, struct message *m);
+int wire_receive(int socket, struct message *m, int flags);
 /* Sends fields that were joined, zero bytes included. -1 with errno if the other side is gone. */
 int wire_send(int socket, char op, uint32_t id, const char *fields, size_t length, const int *fds, int n_fds);
 /* Sends an id with a formatted text as its only field. */
