@@ -41,12 +41,12 @@ DEADLINE_SECONDS = 600.0
 
 
 class Launched:
-    """A run of the GRPO script in a process of its own."""
+    """A run of the GRPO script, or another one, in a process of its own."""
 
-    def __init__(self, run_dir: Path, *arguments: str):
+    def __init__(self, run_dir: Path, *arguments: str, module: str = "apps.grpo.main"):
         self.run_dir = run_dir
         self.began = time.time()
-        command = [sys.executable, "-m", "apps.grpo.main", *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def steps(self) -> list[dict[str, Any]]:
