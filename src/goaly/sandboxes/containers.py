@@ -50,13 +50,16 @@ NO_SUCH_LIMIT = re.compile("storage|option", re.IGNORECASE)
 class ContainerHost(SandboxHost):
     """A client of a daemon."""
 
-    def __init__(self, api: DockerApi, settings: ContainerSettings, program: Path, driver: str) -> None:
+    def __init__(self, api: DockerApi, settings: ContainerSettings, program: Path, info: dict[str, Any]) -> None:
         self.images = Images(api, settings.parallel_builds)
         # With other drivers than overlays, the size of a container's files would be with those of its image.
-        self.storage: set[str] | None = None if driver.startswith("overlay") else set()
+        self.storage: set[str] | None = None if info["Driver"].startswith("overlay") else set()
         """What the daemon limits of a sandbox's files: `size`, `inodes`; None before the first start."""
-        self.sees_files = False
-        """Whether a file of a container has been seen at the daemon."""
+        runtime = settings.runtime or info.get("DefaultRuntime")
+        self.about = f"version {info['ServerVersion']} with {runtime}; it knows {', '.join(sorted(info['Runtimes']))}"
+        """The daemon, in a few words."""
+        self.maps_users = any("name=userns" in option for option in info.get("SecurityOptions") or ())
+        """Whether user 0 of a container is another one on the host."""
         self._api = api
         self._settings = settings
         self._program = program
@@ -80,7 +83,7 @@ class ContainerHost(SandboxHost):
                 raise SandboxUnavailable(
                     f"runtime={settings.runtime!r} must be one that the daemon knows: {', '.join(runtimes)}"
                 )
-            host = cls(api, settings, program, info["Driver"])
+            host = cls(api, settings, program, info)
             await host._reap()
         except BaseException:
             await api.close()
@@ -194,10 +197,9 @@ class ContainerHost(SandboxHost):
             await self._api.ask("HEAD", f"/containers/{container}/archive", query={"path": path})
         except NotThere as error:
             raise SandboxError(
-                f"runtime={self._settings.runtime!r} keeps files where the daemon does not see them, so no snapshot is "
-                "possible: give gVisor `--overlay2=none` among the runtime's arguments"
+                f"runtime={self._settings.runtime!r} keeps {path} where the daemon does not see it: a snapshot would "
+                "lack files. Give gVisor `--overlay2=none`, and use an image whose /tmp is not empty"
             ) from error
-        self.sees_files = True
 
     async def commit(self, container: str) -> str:
         """The name of an image of a container's files."""
@@ -317,8 +319,7 @@ class ContainerSandbox(ResidentSandbox):
             folders = ", ".join(self.ticket.image.volumes)
             raise SandboxError(f"image {self.spec.image!r} keeps volumes, which no snapshot has: {folders}")
         await self._channel.ask("N")
-        if not self._host.sees_files:
-            await self._check_that_files_are_seen()
+        await self._check_that_files_are_seen()
         return FileSnapshot((await self._host.commit(self.ticket.name),), self.spec)
 
     async def _check_that_files_are_seen(self) -> None:

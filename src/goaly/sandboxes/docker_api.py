@@ -127,7 +127,8 @@ class DockerApi:
                     raise _refusal(answer.status, await answer.text())
                 yield answer
         except (aiohttp.ClientError, OSError) as error:
-            raise SandboxUnavailable(f"no daemon of containers answers at {self.address}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise SandboxUnavailable(f"no daemon of containers answers at {self.address}: {why}") from error
 
     async def exec(self, container: str, words: list[str], *, user: str) -> ExecStream:
         """A further process in a container, with its streams."""

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from goaly.sandboxes import containers
+from goaly.sandboxes.container_check import checked
 from goaly.sandboxes.container_request import SANDBOX
 from goaly.sandboxes.containers import SNAPSHOT, ContainerHost
 from goaly.sandboxes.contract import Entry, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
@@ -179,6 +180,15 @@ async def test_a_daemon_that_is_not_there_and_a_runtime_that_it_lacks_are_named(
         await ContainerHost.open(ContainerSettings(socket=str(tmp_path / "none")))
     with pytest.raises(SandboxUnavailable, match=r"runtime='other' must be one that the daemon knows: .*runc"):
         await ContainerHost.open(ContainerSettings(socket=daemon[0], runtime="other"))
+
+
+async def test_a_check_starts_a_container_and_names_what_is_not_bounded(daemon: tuple[str, str], tmp_path: Path):
+    first, *more = await checked(ContainerSettings(socket=daemon[0]))
+    assert re.match(r"yes: version \S+ with runc; it knows .*runc", first)
+    assert any("number of its files" in line for line in more)
+    assert await checked(ContainerSettings(socket=str(tmp_path / "none"))) == [
+        f"no: no daemon of containers answers at {tmp_path}/none: No such file or directory"
+    ]
 
 
 async def test_a_forgotten_snapshot_goes_with_the_last_sandbox_that_needs_it(
