@@ -1,7 +1,8 @@
 """Tests that must fail, hidden among real ones: if one passes or is missing, something other than the code decided.
 
 Each is a copy of a real test with one more line that fails, or a test of its own if none can be copied. Its name is
-made of its neighbours' words, and its place is between them. The process that runs them does not know which they are.
+made of its neighbours' words, and its place is between them; a copy comes after its original, whose decorators may
+need what the file defines before it. The process that runs them does not know which they are.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ def with_canary(source: str, tests: list[str], chance: Random) -> tuple[str, str
     definitions = [node for node in body if isinstance(node, Function | ast.ClassDef)]
     copies = [node for node in definitions if isinstance(node, Function) and _can_be_copied(node, tests, lines)]
     failing = _failing(chance)
+    places = [_first_line(node) for node in definitions]
     if copies:
         node = chance.choice(copies)
         text = "\n".join(lines[_first_line(node) : node.end_lineno])
         text = re.sub(rf"\bdef\s+{node.name}\b", f"def {name}", text, count=1)
         text += "".join(f"\n{' ' * node.body[0].col_offset}{line}" for line in failing)
+        places = [place for place in places if place > node.lineno]
     else:
         text = f"def {name}():" + "".join(f"\n    {line}" for line in failing)
-    at = chance.choice([_first_line(node) for node in definitions] + [len(lines)])
+    at = chance.choice([*places, len(lines)])
     return "\n".join([*lines[:at], "", "", *text.split("\n"), "", "", *lines[at:]]), name
 
 

@@ -33,3 +33,30 @@ def test_the_name_is_one_of_a_function_that_pytest_collects(tests: list[str], be
         made = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
         assert made == [name]
         assert name.startswith(begins)
+
+
+PARAMETERS = """import pytest
+
+def test_first_values():
+    assert True
+
+CASES = [1, 2]
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_cases(case):
+    assert case
+
+def test_last_values():
+    assert True
+"""
+
+
+def test_a_copy_stands_where_the_names_of_its_decorators_are_defined():
+    places = set()
+    for seed in range(60):
+        source, name = with_canary(PARAMETERS, ["test_other_cases"], Random(seed))
+        namespace: dict[str, object] = {}
+        exec(compile(source, "test_file", "exec"), namespace)
+        assert name in namespace
+        places.add(source.index(f"def {name}(") > source.index("def test_last_values("))
+    assert places == {True, False}
