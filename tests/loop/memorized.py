@@ -26,9 +26,18 @@ GUESSES = {"": 4, ">": 6, "<": 2, "><": 7, ">>": 7, "<>": 3, "<<": 1}
 
 def write_memorized_model(folder: Path) -> None:
     """A model's folder, and beside it its questions: `sums.jsonl`, `games.jsonl`, and `evaluation.jsonl`, games too."""
-    write_tiny_model(folder, TinyModel(dim=64, layers=2, heads=2, kv_heads=1, hidden_dim=128, tools=True))
+    memorize(folder, TinyModel(dim=64, layers=2, heads=2, kv_heads=1, hidden_dim=128, tools=True), list(_chats()))
+    sums = [{"id": asked, "prompt": asked, "answer": str(eval(asked[:-1]))} for asked in SUMS]
+    games = [{"id": f"game-{n}", "prompt": f"1-{LARGEST}?", "answer": str(n)} for n in range(1, LARGEST + 1)]
+    for name, records in (("sums", sums), ("games", games), ("evaluation", games)):
+        (folder.parent / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def memorize(folder: Path, size: TinyModel, chats: Sequence[Mapping[str, Any]]) -> None:
+    """The folder of a model of this size that knows these chats."""
+    write_tiny_model(folder, size)
     chat = ChatTokenizer(folder)
-    documents = [chat_document(chat, read_messages(one, "here"), "here", one.get("tools", ())) for one in _chats()]
+    documents = [chat_document(chat, read_messages(one, "here"), "here", one.get("tools", ())) for one in chats]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     longest = max(len(one.tokens) for one in documents)
@@ -43,10 +52,6 @@ def write_memorized_model(folder: Path) -> None:
         optimizer.step()
     assert loss < ENOUGH, loss
     model.save_pretrained(folder)
-    sums = [{"id": asked, "prompt": asked, "answer": str(eval(asked[:-1]))} for asked in SUMS]
-    games = [{"id": f"game-{n}", "prompt": f"1-{LARGEST}?", "answer": str(n)} for n in range(1, LARGEST + 1)]
-    for name, records in (("sums", sums), ("games", games), ("evaluation", games)):
-        (folder.parent / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _chats() -> Iterator[Mapping[str, Any]]:

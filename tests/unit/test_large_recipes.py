@@ -287,7 +287,7 @@ def test_a_recipe_of_swe_gym_has_room_for_its_attempts_and_reads_published_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "data").mkdir()
-    for file, repo in (("swe-gym", "getmoto/moto"), ("swe-bench-verified", "django/django")):
+    for file, repo in (("swe-gym", "getmoto/moto"), ("swe-bench-verified", "psf/requests")):
         row = {
             "instance_id": f"{repo.replace('/', '__')}-1",
             "repo": repo,
@@ -301,7 +301,7 @@ def test_a_recipe_of_swe_gym_has_room_for_its_attempts_and_reads_published_rows(
             "FAIL_TO_PASS": ["test_a.py::test_a"] if file == "swe-gym" else '["test_a.py::test_a"]',
             "PASS_TO_PASS": [] if file == "swe-gym" else "[]",
         }
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "data" / f"{file}.parquet")
+        (tmp_path / "data" / f"{file}.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path)
     config = config_of(CONFIGS / "coding" / f"{name}.yaml", [])
     assert config.rollout.workers * config.rollout.concurrency >= 500
@@ -313,4 +313,4 @@ def test_a_recipe_of_swe_gym_has_room_for_its_attempts_and_reads_published_rows(
     assert task_of(prompt, config.coding.tasks).image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-1"
     (verified,) = ProblemSets(config.evaluation, config.prompts).chosen()
     (asked,) = verified.prompts
-    assert task_of(asked, config.coding.tasks).image == "xingyaoww/sweb.eval.x86_64.django_s_django-1"
+    assert task_of(asked, config.coding.tasks).image == "xingyaoww/sweb.eval.x86_64.psf_s_requests-1"

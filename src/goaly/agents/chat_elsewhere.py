@@ -5,6 +5,7 @@ No tokens are known there, so nothing of it can be trained. The trajectory at th
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from goaly.agents.conversation import Conversation
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import EpisodeError
-from goaly.generate.policy import sampling_of
+from goaly.generate.policy import ContextFull, PromptFillsContext, sampling_of
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.trajectory import NO_VERSION, Outcome, Trajectory, reward_value, token_data
@@ -56,7 +57,12 @@ class ChatElsewhere:
         if tools:
             asked["tools"] = tools
         named = parameters((sampling or Sampling()).changed(sampling_of(changes)))
-        made = await self._client.chat.completions.create(model=MODEL, **asked, extra_body=named)
+        try:
+            made = await self._client.chat.completions.create(model=MODEL, **asked, extra_body=named)
+        except Exception as error:  # its class is in a package that takes a second to import
+            if not tells_of_full_context(error):
+                raise
+            raise (ContextFull if self._said else PromptFillsContext)(str(error)) from error
         said = made.choices[0].message
         calls = tuple(call.model_dump(include={"id", "type", "function"}) for call in said.tool_calls or ())
         extra = said.model_extra or {}
@@ -130,6 +136,13 @@ class ChatElsewhere:
                 notes=tuple(self.notes),
             )
         ]
+
+
+def tells_of_full_context(error: Exception) -> bool:
+    """Whether an API has refused a request because its messages leave no room for an answer."""
+    return getattr(error, "status_code", None) == HTTPStatus.BAD_REQUEST and all(
+        word in str(error) for word in ("context", "length")
+    )
 
 
 class NoTokens:

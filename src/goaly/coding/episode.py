@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from goaly.base.telemetry.metrics import count
 from goaly.coding.agent import End, by_text, by_tools
 from goaly.coding.calls import Calls
 from goaly.coding.changes import FileChanges
@@ -84,6 +85,7 @@ class CodingEpisode:
         else:
             found = Grade(score=0.0, resolved=False, refused=left.refused)
         _note_once(chat, {"kind": "grade", **graded(found)})
+        counted(left.end, found)
         chat.rewarded(found.score)
         return chat.finish()
 
@@ -157,6 +159,14 @@ def _note_once(chat: Chat, note: Mapping[str, Any]) -> None:
     """Note what an earlier worker may have noted already."""
     if all(one.get("kind") != note["kind"] for one in chat.notes):
         chat.note(note)
+
+
+def counted(end: End, found: Grade) -> None:
+    """Count how the attempt ended, in the run's metrics."""
+    count(f"coding/ended_by_{end}")
+    count("coding/resolved", int(found.resolved))
+    count("coding/cheated", int(found.cheated is not None))
+    count("coding/refused_patches", int(found.refused is not None))
 
 
 def graded(found: Grade) -> Mapping[str, Any]:

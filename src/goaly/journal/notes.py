@@ -11,7 +11,7 @@ PATCH = "patch"
 OUTSIDE = ("kind", "tool", "after")
 """Keys that are no facts of their own."""
 SHORT = 60
-"""Characters of a text that stands on a note's first line."""
+"""Characters of a word that stands on a note's first line."""
 
 
 def notes_by_turn(trajectories: Sequence[Trajectory], turns: Sequence[TreeTurn]) -> dict[int, list[str]]:
@@ -50,13 +50,13 @@ def note_text(note: Mapping[str, Any]) -> str:
 
 
 def _is_short(value: Any) -> bool:
-    return not isinstance(value, str) or ("\n" not in value.rstrip("\n") and len(value) <= SHORT)
+    return not isinstance(value, str) or (len(value.split()) <= 1 and value == value.strip() and len(value) <= SHORT)
 
 
 def _fact(key: str, value: Any) -> str:
     if key == "seconds":
         return f"{value:.4g} s"
-    return f"{key.replace('_', ' ')} {str(value).rstrip()}"
+    return f"{key.replace('_', ' ')} {value}"
 
 
 def _block(key: str, value: Any) -> str:

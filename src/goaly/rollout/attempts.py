@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from goaly.agents.chat_elsewhere import tells_of_full_context
 from goaly.agents.forwarder import parameters
 from goaly.base.errors import RunFailed, cause_of, first_error
 from goaly.environments.protocol import ActionRefused, EnvironmentFailed
@@ -153,7 +154,7 @@ def by_chat(client: "openai.AsyncOpenAI", model: str, verify: Verifier, *, most:
             try:
                 made = await client.chat.completions.create(model=model, **asked, extra_body=more)
             except openai.BadRequestError as error:
-                if "context" in str(error) and "length" in str(error):
+                if tells_of_full_context(error):
                     return None
                 raise RunFailed(f"the endpoint refuses prompt {prompt.id}: {error}") from error
             except openai.OpenAIError as error:

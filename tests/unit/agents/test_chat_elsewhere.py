@@ -14,6 +14,7 @@ from goaly.agents.chat import Chat
 from goaly.agents.chat_elsewhere import ChatElsewhere, NoTokens
 from goaly.agents.session import Session
 from goaly.base.errors import EpisodeError
+from goaly.generate.policy import ContextFull, PromptFillsContext
 from goaly.prompts.prompt import Message
 from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -142,3 +143,26 @@ async def test_an_episode_that_trains_nothing_has_a_trajectory_all_the_same(chat
     await chat.say([user("a")], trained=False)
     (alone,) = chat.finish(1.0)
     assert (alone.trained_tokens, alone.reward) == (0, 1.0)
+
+
+async def test_messages_that_fill_the_context_there_are_a_full_context_here() -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        if len(json.loads(request.content)["messages"]) in (1, 4):
+            error = {"message": "This model's maximum context length is 10 tokens.", "code": "context_length_exceeded"}
+            return httpx.Response(400, json={"error": error})
+        if len(json.loads(request.content)["messages"]) == 3:
+            return httpx.Response(400, json={"error": {"message": "no such role", "code": "invalid_request"}})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "b"}}
+        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return httpx.Response(200, json=body)
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    chat = ChatElsewhere(openai.AsyncOpenAI(base_url="http://elsewhere/v1", api_key="key", http_client=http), "q1")
+    with pytest.raises(PromptFillsContext, match="maximum context length"):
+        await chat.say([user("a")])
+    await chat.say([user("a")] * 2)
+    with pytest.raises(openai.BadRequestError, match="no such role"):
+        await chat.say([user("a")] * 3)
+    with pytest.raises(ContextFull) as full:
+        await chat.say([user("a")] * 4)
+    assert not isinstance(full.value, PromptFillsContext)
