@@ -32,7 +32,7 @@ def stream_of(entries: Sequence[Entry]) -> Iterator[bytes]:
 def entries_of(stream: bytes) -> list[Entry]:
     """The entries of a stream that `native/files.c` wrote. ValueError if it ends early or is malformed."""
     reader = EntryReader()
-    entries = list(reader.feed(stream))
+    entries = reader.feed(stream)
     reader.end()
     return entries
 
@@ -41,29 +41,37 @@ class EntryReader:
     """Reads the entries of a stream as its parts come."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
-        self._need = HEAD.size
+        self._held: list[bytes] = []
+        self._size = 0
+        self._needed = HEAD.size
 
-    def feed(self, part: bytes) -> Iterator[Entry]:
+    def feed(self, part: bytes) -> list[Entry]:
         """The entries that are complete with this part. ValueError if the stream is malformed."""
-        self._rest += part
-        while len(self._rest) >= self._need:
-            kind, mode, path_bytes, content_bytes = HEAD.unpack_from(self._rest)
+        self._held.append(part)
+        self._size += len(part)
+        if self._size < self._needed:
+            return []
+        stream, at, entries = b"".join(self._held), 0, []
+        while True:
+            self._needed = HEAD.size
+            if len(stream) - at < self._needed:
+                break
+            kind, mode, path_bytes, content_bytes = HEAD.unpack_from(stream, at)
             if kind not in KINDS:
                 raise ValueError("the stream of files is malformed")
-            contents_at = HEAD.size + path_bytes
-            self._need = contents_at + content_bytes
-            if len(self._rest) < self._need:
-                return
-            path = self._rest[HEAD.size : contents_at].decode(errors="surrogateescape")
-            contents = bytes(memoryview(self._rest)[contents_at : self._need])
-            del self._rest[: self._need]
-            self._need = HEAD.size
-            yield Entry(path=path, kind=KINDS[kind], mode=mode, contents=contents)
+            path_at, contents_at = at + HEAD.size, at + HEAD.size + path_bytes
+            self._needed += path_bytes + content_bytes
+            if len(stream) - at < self._needed:
+                break
+            at += self._needed
+            path = stream[path_at:contents_at].decode(errors="surrogateescape")
+            entries.append(Entry(path=path, kind=KINDS[kind], mode=mode, contents=stream[contents_at:at]))
+        self._held, self._size = [stream[at:]], len(stream) - at
+        return entries
 
     def end(self) -> None:
         """ValueError if the stream ended early."""
-        if self._rest:
+        if self._size:
             raise ValueError("the stream of files ends in the middle of an entry")
 
 

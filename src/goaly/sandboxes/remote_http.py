@@ -57,7 +57,7 @@ class AiohttpSocket:
 
 
 async def connect(url: str, key: str | None, tls: ssl.SSLContext | None, seconds: float) -> AiohttpSocket:
-    """A connection to the server at a URL; SandboxUnavailable with the reason if there is none."""
+    """A connection to the server at a URL; SandboxUnavailable if there is none."""
     from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, WSServerHandshakeError
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -69,10 +69,10 @@ async def connect(url: str, key: str | None, tls: ssl.SSLContext | None, seconds
         await session.close()
         if isinstance(error, WSServerHandshakeError):
             why = error.headers.get("X-Reason", error.message) if error.headers else error.message
-            raise SandboxUnavailable(f"{url}: {error.status} {why}") from error
+            raise SandboxUnavailable(f"{error.status} {why}") from error
         if isinstance(error, ClientError | OSError):
             why = f"has not answered within {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise SandboxUnavailable(f"{url}: {why}") from error
+            raise SandboxUnavailable(why) from error
         raise
     return AiohttpSocket(connected, connected, session)
 

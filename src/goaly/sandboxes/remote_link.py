@@ -41,7 +41,7 @@ class ServerLink:
         self._load: Mapping[str, int] = {"alive": 0, "most": 1, "waiting": 0}
         self._starting = 0
         self._wanted = asyncio.Event()
-        self._attempt: asyncio.Future[SandboxError | None] = asyncio.get_running_loop().create_future()
+        self._attempt: asyncio.Future[SandboxUnavailable | None] = asyncio.get_running_loop().create_future()
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -65,7 +65,7 @@ class ServerLink:
             return f"{self.url} cannot be reached"
         return f"{self.url} has {self._load['alive']} of {self._load['most']} sandboxes, {self._load['waiting']} wait"
 
-    async def reach(self) -> SandboxError | None:
+    async def reach(self) -> SandboxUnavailable | None:
         """Connect now, if it is not connected; the error if that failed."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name=f"sandboxes at {self.url}")
@@ -100,12 +100,16 @@ class ServerLink:
     async def _given(self, wire: Wire, op: str, undo: str, **fields: Any) -> Mapping[str, Any]:
         """What a call says of the sandbox that it gave this client. A cancellation that comes too late calls `undo`."""
         call = wire.call(op, **fields)
+
+        def give_back(answer: asyncio.Future[Answer]) -> None:
+            if wire.lost is None and answer.exception() is None:
+                wire.call(undo, sandbox=answer.result().fields["name"])
+
         try:
             async with call:
                 return (await call.result()).fields
         except asyncio.CancelledError:
-            if wire.lost is None and call.answer.exception() is None:
-                wire.call(undo, sandbox=call.answer.result().fields["name"])
+            call.answer.add_done_callback(give_back)
             raise
 
     async def forget(self, name: str) -> None:
@@ -144,8 +148,8 @@ class ServerLink:
             try:
                 await self._connect_once()
                 pause = FIRST_PAUSE
-            except SandboxError as error:
-                self._attempted(error)
+            except (SandboxError, ValueError, OSError) as error:
+                self._attempted(SandboxUnavailable(f"{self.url}: {error}"))
                 pause = min(2 * pause, LONGEST_PAUSE)
             self._wanted.clear()
             with suppress(TimeoutError):
@@ -158,7 +162,7 @@ class ServerLink:
         try:
             connected = await connect(self.url, self._key, self._tls, silent)
         except SandboxUnavailable as error:
-            if " 401 " in str(error):
+            if str(error).startswith("401 "):
                 raise SandboxUnavailable(f"{error}: set the variable {self._settings.key_variable} to one") from error
             raise
         wire = Wire(connected, self._serve, name=self.url, silent_seconds=silent, server=False)
@@ -176,7 +180,7 @@ class ServerLink:
             await asyncio.wait({running})
             await connected.close()
 
-    def _attempted(self, error: SandboxError | None) -> None:
+    def _attempted(self, error: SandboxUnavailable | None) -> None:
         attempt, self._attempt = self._attempt, asyncio.get_running_loop().create_future()
         attempt.set_result(error)
         self._changed()

@@ -12,14 +12,17 @@ from goaly.sandboxes.remote_wire import PART, WireCall
 
 def in_parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in parts of a good size for the wire, none of them empty."""
-    part = bytearray()
+    small = bytearray()
     for piece in pieces:
-        part += piece
-        if len(part) >= PART:
-            yield bytes(part)
-            part.clear()
-    if part:
-        yield bytes(part)
+        if small and len(small) + len(piece) > PART:
+            yield bytes(small)
+            small.clear()
+        if len(piece) < PART:
+            small += piece
+        else:
+            yield from (piece[at : at + PART] for at in range(0, len(piece), PART))
+    if small:
+        yield bytes(small)
 
 
 async def send_all(call: WireCall, pieces: Iterable[bytes]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from apps.sandboxes.config import SandboxServerConfig
 from apps.sandboxes.server import serving_sandboxes
-from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SnapshotLost
+from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SandboxUnavailable, SnapshotLost
 from goaly.sandboxes.remote import RemoteHost
 from goaly.sandboxes.remote_sandbox import RemoteTicket
 from goaly.sandboxes.settings import RemoteSettings
@@ -250,3 +250,22 @@ async def test_an_upload_that_does_not_fit_fails_before_all_of_it_is_sent(host: 
     with pytest.raises(OSError, match=r"[Ss]pace|large|quota"):
         await box.write("/tmp/x", bytes(200 << 20))
     assert (await box.run("true")).ok
+
+
+async def test_a_server_of_another_version_is_refused(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("goaly.sandboxes.remote_link.VERSION", 2)
+    with pytest.raises(SandboxUnavailable, match=r"http://127\.0\.0\.1:\d+: this server speaks version 1, .* 2"):
+        await RemoteHost.open(RemoteSettings(servers=(url,)))
+
+
+async def test_what_is_cancelled_twice_is_given_back(url: str, host: RemoteHost):
+    for steps in range(4):
+        start = asyncio.ensure_future(host.start(SPEC))
+        await asyncio.sleep(0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+            start.cancel()
+        start.cancel()
+        with suppress(asyncio.CancelledError):
+            await start
+    await alive_there(host, 0)
