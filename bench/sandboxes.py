@@ -1,6 +1,6 @@
 """Measures sandboxes of namespaces against plain processes of the same commands, in turns.
 
-    python -m bench.sandboxes [--alive 5000] [--files 50000] [--json FILE]
+    python -m bench.sandboxes [--alive 5000] [--files 50000] [--sockets /run/docker.sock,/run/podman.sock] [--json FILE]
 
 - `starts_per_second_core`: sandboxes from start to removal, with limits, filter and an overlay root, by the seconds of
   cores that this process, the server and the sandboxes used.
@@ -8,6 +8,7 @@
 - `snapshot_ms` and `fork_50k_ms`: a snapshot of `--files` files, and a sandbox that starts from it.
 - `alive_in_10s`: sandboxes that were alive 10 s after the first start, `--alive` at most.
 - `gib_for_1000`: memory that 1,000 idle ones need, as the machine's free memory says.
+- `docker_start_ms` and others: those of containers at `--sockets`, in turns with `namespaces_start_ms` and others.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from bench.container_turns import in_turns
 from bench.report import Machine, options, write
 from goaly.sandboxes.contract import Limits, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
@@ -135,11 +137,13 @@ async def measure(most: int, files: int) -> dict[str, float | int]:
 
 
 def main() -> None:
-    parser = options(__doc__, "json", alive=5000, files=50_000)
+    parser = options(__doc__, "json", alive=5000, files=50_000, sockets="")
     arguments = parser.parse_args()
     machine = Machine.now()
     print(machine)
     numbers = asyncio.run(measure(arguments.alive, arguments.files))
+    if arguments.sockets:
+        numbers |= asyncio.run(in_turns(arguments.sockets.split(","), SMALL))
     for name, value in numbers.items():
         print(f"{name:32} {value:10.3f}")
     write(arguments.json, {"machine": machine.record(), **numbers})
