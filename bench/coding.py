@@ -80,8 +80,14 @@ def settings(folder: Path, sessions: int, steps: int) -> list[str]:
     """The settings of both runs."""
     groups, model = sessions // GROUP_SIZE, write_tiny_model(folder / "model", MODEL)
     return [
-        *("--config", "configs/grpo/tiny.yaml", f"model.path={model}", f"steps={steps}", "telemetry.progress=off"),
-        *("prompts.task=null", f"prompts.files=[{write_tasks(folder)}]", "reward.verifier=null", "hosts.bind={}"),
+        *(f"model.path={model}", f"steps={steps}", "telemetry.progress=off", "prompts.task=null"),
+        *(
+            f"prompts.files=[{write_tasks(folder)}]",
+            "generator.max_context=512",
+            "generator.max_running=128",
+            "generator.kv_cache_gib=0.25",
+        ),
+        *("backlog.row_length=1024", "trainer.microbatch_rows=8", "trainer.optimizer.lr=1.0e-4"),
         *("prompts.reader=goaly.coding.task_files:read_prompts", "coding.agent=text", "coding.changes=false"),
         *(f"backlog.group_size={GROUP_SIZE}", f"backlog.groups_per_step={groups // 3}", "backlog.max_staleness=4"),
         *(f"backlog.window={groups}", "sampling.max_tokens=16", "rollout.workers=2", "rollout.episode_retries=3"),
