@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from goaly.sandboxes.channel import LARGEST
+from goaly.sandboxes.contract import SandboxUnavailable
 from goaly.sandboxes.control_groups import PREFIX, hierarchies
 from goaly.sandboxes.owner import lives
-from goaly.sandboxes.server import SOCKET, alone, servers_folder
+from goaly.sandboxes.server import SOCKET, alone, connected, is_live, servers_folder
 
 END_SECONDS = 5.0
-ANSWER_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,9 @@ class LiveSandbox:
 
 
 def live_sandboxes() -> list[LiveSandbox]:
-    """The sandboxes of this user on this host, of whatever process."""
-    with alone():  # a server that has just started must not end because this one client goes
-        connections = [one for folder in sorted(servers_folder().iterdir()) if (one := _connection(folder))]
+    """The sandboxes of this user on this host, of whatever process; without those of servers that do not answer."""
     found = []
-    for connection in connections:
+    for connection in filter(None, map(_connection, sorted(servers_folder().iterdir()))):
         with connection, suppress(ConnectionError):  # it ends just now
             starter = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
             connection.send(b"Q" + bytes(4))
@@ -64,19 +62,11 @@ def live_sandboxes() -> list[LiveSandbox]:
 
 
 def _connection(folder: Path) -> socket.socket | None:
-    """A connection to the server with this folder; None if it has ended."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # `settimeout` would refuse to wait in a full queue
-        connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", ANSWER_SECONDS, 0))
-    try:
-        connection.connect(str(folder / SOCKET))
-    except (ConnectionRefusedError, FileNotFoundError):
-        connection.close()
-        return None
-    except BlockingIOError:
-        connection.close()
-        raise
-    return connection
+    """A connection to the server with this folder, if it answers."""
+    if is_live(folder):
+        with suppress(SandboxUnavailable):
+            return connected(folder / SOCKET)
+    return None
 
 
 def reap() -> list[str]:
@@ -88,13 +78,7 @@ def reap() -> list[str]:
                 removed.append(f"control group {group}")
     with alone():
         for folder in sorted(servers_folder().iterdir()):
-            try:
-                connection = _connection(folder)
-            except BlockingIOError:
-                continue  # a server that lives, with as many new clients as may wait
-            if connection is not None:
-                connection.close()
-            else:
+            if not is_live(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(f"folder {folder}")
     return removed

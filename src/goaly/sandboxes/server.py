@@ -9,18 +9,19 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from goaly.sandboxes.compiler import build
 from goaly.sandboxes.contract import SandboxUnavailable
 
 SOCKET = "server"
-HELLO_SECONDS = 30.0
+HELLO_SECONDS = 30
 FIRST_ID = 100_000
 """The host's user that is user 0 in every sandbox, if this process is root."""
 
@@ -54,20 +55,42 @@ def _started(program: Path, folder: Path, owner: int) -> subprocess.Popen[bytes]
         listening.bind(str(folder / SOCKET))
         listening.listen(128)
         words = [str(program), str(listening.fileno()), str(owner), str(mounts), str(first_id)]
-        passed = [fd for fd in (listening.fileno(), owner) if fd >= 0]
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(held, fcntl.LOCK_SH)  # `is_live` looks for it: the server has it as long as it lives
+        passed = [fd for fd in (listening.fileno(), owner, held) if fd >= 0]
         silent = subprocess.DEVNULL  # a server that outlives its starter holds none of its pipes
         errors = None if owner >= 0 else silent
-        return subprocess.Popen(
-            words, pass_fds=passed, stdin=silent, stdout=silent, stderr=errors, start_new_session=True
-        )
+        try:
+            return subprocess.Popen(
+                words, pass_fds=passed, stdin=silent, stdout=silent, stderr=errors, start_new_session=True
+            )
+        finally:
+            os.close(held)
+
+
+def is_live(folder: Path) -> bool:
+    """Whether a server has this folder, however busy it is."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(held)
 
 
 def connected(address: Path) -> socket.socket:
     """A connection to the server at an address."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limit = struct.pack("ll", HELLO_SECONDS, 0)  # `settimeout` would refuse to wait in a full queue
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     try:
         connection.connect(str(address))
-        connection.settimeout(HELLO_SECONDS)
         connection.send(b"H" + bytes(4))
         if not connection.recv(64):  # it was about to end
             raise ConnectionResetError(errno.ECONNRESET, "it has just ended")
@@ -83,13 +106,17 @@ def connected_to_shared(name: str) -> socket.socket:
     It ends when it has neither clients nor sandboxes. Those of a client that has gone live `seconds_unowned` longer."""
     program = build("sandboxes")
     folder = shared_folder(name)
-    with alone():
-        with suppress(SandboxUnavailable):
+    while True:
+        with alone():
+            if not is_live(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # of a server that was killed
+                folder.mkdir()
+                _reaped_in_background(_started(program, folder, -1))
+        try:
             return connected(folder / SOCKET)
-        shutil.rmtree(folder, ignore_errors=True)  # of a server that was killed
-        folder.mkdir()
-        _reaped_in_background(_started(program, folder, -1))
-        return connected(folder / SOCKET)
+        except SandboxUnavailable:
+            if is_live(folder):
+                raise  # otherwise its last client has just gone
 
 
 def shared_folder(name: str) -> Path:
