@@ -1,16 +1,17 @@
 """A run of a coding agent: a policy that knows one repair by heart works in sandboxes, and hidden tests grade it."""
 
+import os
 import string
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launched import START_SECONDS, LaunchedRun
 
 from goaly.journal.__main__ import main as journal
 from goaly.models.tiny_model import TinyModel
-from goaly.sandboxes.control_groups import PREFIX, hierarchies
 from tests.loop.conftest import launching
 from tests.loop.memorized import memorize
 
@@ -56,11 +57,7 @@ def write_task(folder: Path) -> Path:
 def test_a_coding_agent_is_trained_on_grades_and_all_that_it_did_is_in_the_log(
     launch_coder: Callable[..., LaunchedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def groups() -> set[Any]:
-        return {group for tree in hierarchies() for group in tree.root.glob(f"{PREFIX}*")}
-
-    before = groups()
-    trained, asked = (write_task(tmp_path / name) for name in ("trained", "asked"))
+    trained, asked = (write_task(tmp_path / f"{name}-{os.getpid()}") for name in ("trained", "asked"))
     reader = "goaly.coding.task_files:read_prompts"
     overrides = [
         "steps=2",
@@ -92,4 +89,5 @@ def test_a_coding_agent_is_trained_on_grades_and_all_that_it_did_is_in_the_log(
     assert "tests/test_hidden.py::test_sums passed" in shown
     assert journal(["show", str(run.folder), "--episode", solved[0], "--patch"]) == 0
     assert "+def add(a, b): return a + b\n" in capsys.readouterr().out
-    assert groups() <= before  # no sandbox is left
+    left = subprocess.run([sys.executable, "-m", "goaly.sandboxes", "list"], capture_output=True, text=True, check=True)
+    assert not any(task.name in left.stdout for task in (trained, asked))
