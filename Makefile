@@ -16,7 +16,7 @@ COMMA := ,
 EXTRAS := $(EXTRA) dev $(if $(shell command -v cc gcc clang),,compiler)
 UV_OVERRIDES := $(wildcard constraints/$(EXTRA)-overrides.txt)
 
-.PHONY: install sft grpo eval calculator guessing test test-all gpu check peer docs clean
+.PHONY: install sft grpo eval calculator guessing coding test test-all gpu check peer docs clean
 
 install: $(INSTALLED)
 
@@ -49,6 +49,18 @@ guessing: $(INSTALLED) .venv-openenv/.installed
 	$(RUN) -m apps.agent.tasks runs/tasks
 	$(RUN) -m apps.sft.main --config configs/sft/guessing.yaml
 	$(RUN) -m apps.agent.guessing --config configs/agent/guessing.yaml $(SETTINGS)
+
+# SEED=1 makes other tasks, demonstrations and weights.
+SEED ?= 0
+CODING := runs/coding-tiny-$(SEED)
+coding: $(INSTALLED)
+	$(RUN) -m apps.coding.tiny $(CODING) $(SEED)
+	$(RUN) -m apps.sft.main --config configs/sft/coding_copying.yaml output=$(CODING)/copying tiny.seed=$(SEED) \
+		data.files=[$(CODING)/copying.jsonl] data.seed=$(SEED)
+	$(RUN) -m apps.sft.main --config configs/sft/coding.yaml output=$(CODING)/warm model.path=$(CODING)/copying \
+		data.files=[$(CODING)/demonstrations.jsonl] data.seed=$(SEED)
+	$(RUN) -m apps.coding.main --config configs/coding/tiny.yaml model.path=$(CODING)/warm \
+		prompts.files=[$(CODING)/tasks] prompts.seed=$(SEED) $(SETTINGS)
 
 # TRL has an environment of its own: its dependencies are not ours.
 PEER := .venv-peer

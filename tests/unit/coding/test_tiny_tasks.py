@@ -1,0 +1,96 @@
+"""The tiny coding tasks: held-out words, solutions that solve them, and demonstrations as the tools would answer."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from apps.coding.tiny import READ, copying, demonstration, write_task
+from apps.coding.tiny_module import HELD_OUT_FRACTION, Module, module
+from goaly.coding.agent import BLOCK
+from goaly.coding.grading import grade
+from goaly.coding.settings import CodingSettings
+from goaly.coding.task_files import TaskFile, TaskSettings, load, read_prompts
+from goaly.coding.tools import Tools
+from goaly.coding.workspace import Workspaces
+from goaly.prompts.prompt import Split, split_of
+
+DEFINED = re.compile(r"def (\w+)\(([\w,]+)\)")
+NUMBER = re.compile(r"\b\d+\b")
+
+
+def words_of(made: Module) -> set[str]:
+    """The names, the pairs of arguments and the numbers of a module."""
+    text = made.text([one.right_line for one in made.functions])
+    return {name for name, _ in DEFINED.findall(text)} | {
+        word for one in made.functions for word in (*one.arguments[:1], one.right) if word.isdigit()
+    }
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> TaskFile:
+    random = Random("tasks")
+    for split in Split:
+        for number in range(3):
+            write_task(tmp_path / f"{split}-{number}", module(random, split), random)
+    return load(tmp_path, TaskSettings(root="/"))
+
+
+def test_held_out_modules_have_no_word_of_a_trained_one():
+    trained = set().union(*(words_of(module(Random(seed), Split.TRAIN)) for seed in range(400)))
+    held_out = set().union(*(words_of(module(Random(seed), Split.HELD_OUT)) for seed in range(400)))
+    assert len(held_out) > 100
+    assert not trained & held_out
+
+
+def test_the_split_of_a_prompt_is_that_of_its_words(tasks: TaskFile, tmp_path: Path):
+    for prompt in read_prompts(str(tmp_path)):
+        assert prompt.id.startswith(split_of(prompt, HELD_OUT_FRACTION))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_wrong_line_fails_a_hidden_call(seed: int):
+    random = Random(seed)
+    made = module(random, Split.TRAIN)
+    for one, calls in zip(made.functions, made.hidden(random), strict=True):
+        right = [one.value(one.right_line, inputs) for inputs in calls]
+        assert all([one.value(line, inputs) for inputs in calls] != right for line in one.wrong_lines)
+
+
+async def test_a_solution_solves_its_task_and_no_change_does_not(tasks: TaskFile, workspaces: Workspaces):
+    for task in tasks:
+        assert (await grade(workspaces, task, "")).score == 0.0
+        sandbox = await workspaces.start(task)
+        assert task.solution is not None
+        assert (await sandbox.run(task.solution)).stdout.text() == "ok\n"
+        patch = await workspaces.patch(task, sandbox)
+        assert (await grade(workspaces, task, patch)).score == 1.0
+        await sandbox.stop()
+
+
+def demonstrated() -> Iterator[tuple[Module, list[tuple[str, str]]]]:
+    """Modules and what is done on them: the commands, and what they are said to print."""
+    for seed in range(5):
+        said = demonstration(Random(seed))["messages"]
+        made = module(Random(seed), Split.TRAIN)
+        commands = [BLOCK.findall(message["content"])[0] for message in said[1::2]]
+        yield made, list(zip(commands, [message["content"] for message in said[2::2]], strict=False))
+
+
+async def test_demonstrated_commands_print_what_the_demonstration_says(workspaces: Workspaces, tmp_path: Path):
+    for number, (made, steps) in enumerate(demonstrated()):
+        write_task(tmp_path / f"task-{number}", made, Random(0))
+        task = load(tmp_path / f"task-{number}", TaskSettings(root="/"))[0]
+        sandbox = await workspaces.start(task)
+        assert steps[0][0].strip() == READ
+        async with Tools(sandbox, task.workdir, CodingSettings()) as tools:
+            for command, output in steps:
+                assert await tools.bash(command) == output
+        await sandbox.stop()
+
+
+def test_copied_texts_are_their_answers():
+    said = [message["content"] for message in copying(Random(0))["messages"]]
+    assert said[::2] == said[1::2]
