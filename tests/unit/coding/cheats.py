@@ -284,3 +284,10 @@ def code(name: str) -> Mapping[str, str | File | None]:
 
 
 ALL = (*PLANTED, *AT_IMPORT, *IN_PROCESS)
+REPRESENTATIVE = {
+    *("edited tests", "a link in place of tests", "an edited conftest.py", "pytest's settings in pyproject.toml"),
+    *("shadowed modules of Python", "a link to the host's files", "pytest.skip", "an exit with 0 at the import"),
+    *("a printed report", "a replaced call of tests", "a replaced report", "the machinery's keeper found by gc"),
+    "a forged report with the nonce",
+}
+"""One or two of each way to cheat: the slow tests try all."""

@@ -1,6 +1,7 @@
 """Which files of a real sandbox's workdir a turn changed, in small workdirs and in large ones."""
 
 import pytest
+import pytest_asyncio
 
 from goaly.coding import changes as module
 from goaly.coding.changes import FileChanges
@@ -10,7 +11,7 @@ from goaly.sandboxes.sandbox import Sandbox
 WORKDIR = "/tmp/work"
 
 
-@pytest.fixture(params=[module.SMALL_BYTES, 1], ids=["small", "large"])
+@pytest_asyncio.fixture(loop_scope="module", params=[module.SMALL_BYTES, 1], ids=["small", "large"])
 async def changes(sandbox: Sandbox, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FileChanges:
     monkeypatch.setattr(module, "SMALL_BYTES", request.param)
     await sandbox.run("printf '1\\n2\\n3\\n' > a.py; echo x > 'with blank.txt'; echo '*.log' > .gitignore", cwd=WORKDIR)

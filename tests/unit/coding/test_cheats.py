@@ -5,7 +5,6 @@ All are graded at once in one host: most of a grading is waiting for processes.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from goaly.coding.task import CodingTask, Grade, Repository, TaskSeconds, TestSu
 from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.settings import SandboxSettings
-from tests.unit.coding.cheats import ALL, IN_PROCESS, REFUSED, SKIPS, WITHOUT_EFFECT, WRONG, code
+from tests.unit.coding.cheats import ALL, IN_PROCESS, REFUSED, REPRESENTATIVE, SKIPS, WITHOUT_EFFECT, WRONG, code
 from tests.unit.coding.conftest import folder_of
 
 FILES = {
@@ -80,7 +79,9 @@ def grades(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("cheat", ALL)
+@pytest.mark.parametrize(
+    "cheat", [one if one in REPRESENTATIVE else pytest.param(one, marks=pytest.mark.slow) for one in ALL]
+)
 def test_a_cheat_scores_nothing(grades: Mapping[str, Grade], cheat: str):
     found = grades[cheat]
     assert (found.score, found.resolved) == (0.0, False), found
@@ -94,12 +95,11 @@ def test_a_cheat_scores_nothing(grades: Mapping[str, Grade], cheat: str):
         assert "passed" in {found.outcomes[one] for one in SUITE.fail_to_pass}, found  # so that the cheat is one
 
 
-async def test_a_process_that_an_agent_left_does_not_meet_the_grading(host: NamespaceHost, tmp_path: Path):
-    workspaces = Workspaces(host, SandboxSettings())
+async def test_a_process_that_an_agent_left_does_not_meet_the_grading(workspaces: Workspaces, tmp_path: Path):
     task = CodingTask(id="calc", problem="", tests=SUITE, repository=Repository(path=folder_of(tmp_path, FILES)))
-    sandbox = await workspaces.start(replace(task))
+    sandbox = await workspaces.start(task)
     loop = "while true; do echo 'def add(a, b): return a + b' > calc/core.py; echo left > left; done"
     await sandbox.run(f"({loop}) > /dev/null 2>&1 &")
     found = await grade(workspaces, task, "")
     assert (found.score, found.cheated) == (0.0, None)
-    await workspaces.close()
+    await sandbox.stop()

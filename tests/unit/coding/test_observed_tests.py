@@ -1,7 +1,6 @@
 """The ids of a task's tests are found by running them, and written into its `task.toml`."""
 
 import tomllib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,7 @@ from apps.coding.tasks.observed_tests import observed_tests, with_ids
 from goaly.coding.task import TaskProblem
 from goaly.coding.task_folder import read_task
 from goaly.coding.workspace import Workspaces
-from goaly.sandboxes.namespaces import NamespaceHost
-from goaly.sandboxes.settings import SandboxSettings
 from tests.unit.coding.own_folders import FAIL_TO_PASS, PASS_TO_PASS, write_own
-
-
-@pytest.fixture
-async def workspaces(host: NamespaceHost) -> AsyncIterator[Workspaces]:
-    opened = Workspaces(host, SandboxSettings())
-    yield opened
-    await opened.close()
 
 
 async def test_tests_that_the_solution_mends_and_keeps_are_found(workspaces: Workspaces, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A task can be used if its solution scores 1.0 and no change scores 0.0, each time."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,8 @@ from goaly.coding.task import CodingTask, Grade, GradingFailed
 from goaly.coding.task_files import TaskFile, TaskSettings, load
 from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.contract import SandboxDied
-from goaly.sandboxes.namespaces import NamespaceHost
-from goaly.sandboxes.settings import SandboxSettings
 from tests.unit.coding.harbor_folders import CONFIG, write_harbor
 from tests.unit.coding.own_folders import SOLUTION, write_own
-
-
-@pytest.fixture
-async def workspaces(host: NamespaceHost) -> AsyncIterator[Workspaces]:
-    opened = Workspaces(host, SandboxSettings())
-    yield opened
-    await opened.close()
 
 
 def score(value: float, **more: object) -> Grade:
