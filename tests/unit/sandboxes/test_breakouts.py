@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -54,8 +55,11 @@ CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 
 
 def text_of(path: str | Path) -> str:
-    """A file of the host; empty if it is not there."""
-    return Path(path).read_text(errors="replace") if os.path.exists(path) else ""
+    """A file of the host; empty if it is not there, as that of a process that has just ended."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def processes() -> list[Path]:
@@ -88,9 +92,10 @@ async def test_no_capability_no_host_user_and_no_way_to_gain_either(sandbox: San
     status = await said(sandbox, "grep -E 'Cap(Inh|Prm|Eff|Bnd|Amb)|NoNewPrivs|Seccomp:' /proc/self/status", user=user)
     nothing = [word for name in CAPABILITIES for word in (f"{name}:", "0" * 16)]
     assert status.split() == [*nothing, "NoNewPrivs:", "1", "Seccomp:", "2"]
-    inside = await sandbox.start("sleep 31415", user=user)
-    await sandbox.run("until ps -eo args | grep -q '^sleep 31415'; do :; done", user=user)
-    sleeping = [process for process in processes() if text_of(process / "cmdline") == "sleep\00031415\0"]
+    mark = f"{secrets.randbelow(1 << 40)}"
+    inside = await sandbox.start(f"exec sleep {mark}", user=user)
+    await sandbox.run(f"until ps -eo args | grep -q '^sleep {mark}'; do :; done", user=user)
+    sleeping = [process for process in processes() if text_of(process / "cmdline") == f"sleep\0{mark}\0"]
     owners = {re.findall(r"Uid:\s+(\d+)", text_of(process / "status"))[0] for process in sleeping}
     assert sleeping
     assert "0" not in owners or (backend, user) == ("containers", 0)  # without a capability: see above
@@ -254,7 +259,8 @@ async def test_links_and_pipes_in_a_download_lead_nowhere_on_the_host(sandbox: S
 
 async def test_nothing_outlives_the_sandbox(host: SandboxHost, spec: SandboxSpec):
     sandbox = await host.start(replace(spec, limits=Limits(processes=32)))
-    await sandbox.run("setsid nohup sleep 98765 >/dev/null 2>&1 & disown; (setsid sleep 98765 &)")
+    mark = f"{secrets.randbelow(1 << 40)}"
+    await sandbox.run(f"setsid nohup sleep {mark} >/dev/null 2>&1 & disown; (setsid sleep {mark} &)")
     async with asyncio.timeout(10):
         await sandbox.stop()
-    assert not any("98765" in text_of(process / "cmdline") for process in processes())
+    assert not any(mark in text_of(process / "cmdline") for process in processes())

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
+from goaly.sandboxes import reaper
 from goaly.sandboxes.contract import SandboxSpec
-from goaly.sandboxes.control_groups import PREFIX, hierarchies
+from goaly.sandboxes.control_groups import hierarchies
 from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
 from goaly.sandboxes.owner import identity
 from goaly.sandboxes.reaper import live_sandboxes, reap
@@ -94,8 +97,8 @@ async def test_the_next_start_removes_what_is_left_when_the_server_was_killed_to
     sandbox: NamespaceSandbox,
 ):
     with other_process() as killed, other_process() as living:
-        killed.kill_all()
         assert len(killed.traces()) == len(hierarchies()) + 1
+        killed.kill_all()
         before = living.traces()
         next_one = await NamespaceHost.open()
         await next_one.close()
@@ -105,19 +108,34 @@ async def test_the_next_start_removes_what_is_left_when_the_server_was_killed_to
         os.kill(living.sandbox, 0)
 
 
-def test_reap_says_what_it_removed_and_ends_processes_in_groups_that_nobody_owns():
-    with other_process() as other, subprocess.Popen(["sleep", "1000"]) as survivor:
-        other.kill_all()
-        left = other.traces()
+@pytest.fixture
+def own_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The prefix of groups that this test alone removes, with its own folder of servers: other tests start hosts."""
+    prefix = f"test-{secrets.token_hex(6)}-"
+    monkeypatch.setattr(reaper, "PREFIX", prefix)
+    monkeypatch.setattr(reaper, "servers_folder", lambda: tmp_path)
+    yield prefix
+    for tree in hierarchies():
+        for group in tree.root.glob(f"{prefix}*"):
+            group.rmdir()
+
+
+def test_reap_says_what_it_removed_and_ends_processes_in_groups_that_nobody_owns(own_traces: str, tmp_path: Path):
+    left = [tmp_path / "dead"]
+    left[0].mkdir()
+    with subprocess.Popen(["sleep", "1000"]) as ended:
+        dead = identity(ended.pid)
+        ended.kill()
+    with subprocess.Popen(["sleep", "1000"]) as survivor:
         for tree in hierarchies():
-            group = tree.root / f"{PREFIX}{other.name}-1-999"
+            group = tree.root / f"{own_traces}{dead}-1-999"
             group.mkdir()
             (group / "cgroup.procs").write_text(str(survivor.pid))
-            left.append(str(group))
+            left.append(group)
         if not hierarchies():
             survivor.kill()
-        assert set(left) <= {line.rpartition(" ")[2] for line in reap()}
-        assert other.traces() == []
+        assert {line.rpartition(" ")[2] for line in reap()} == {str(path) for path in left}
+        assert not any(path.exists() for path in left)
         survivor.wait(SECONDS)
 
 
@@ -187,4 +205,5 @@ async def test_a_server_that_does_not_answer_is_left_alone(host: NamespaceHost):
         host.server.process.send_signal(signal.SIGCONT)
     host.server.process.kill()
     host.server.process.wait()
-    assert f"folder {folder}" in reap()
+    reap()
+    assert not folder.exists()
