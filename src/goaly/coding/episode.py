@@ -131,8 +131,11 @@ class CodingEpisode:
                 return await agent(prompt.messages, chat, calls, settings, workdir)
 
     async def _workspaces(self) -> Workspaces:
-        if self._opening is None:
+        died = self._opening if self._opening is not None and _has_died(self._opening) else None
+        if self._opening is None or died is not None:
             self._opening = asyncio.create_task(self._open())
+        if died is not None:
+            await _close(died.result())
         opening = self._opening
         try:
             return await asyncio.shield(opening)
@@ -150,9 +153,17 @@ class CodingEpisode:
         """End all sandboxes."""
         if self._opening is not None:
             opening, self._opening = self._opening, None
-            workspaces = await opening
-            await workspaces.close()
-            await workspaces.host.close()
+            await _close(await opening)
+
+
+def _has_died(opening: asyncio.Task[Workspaces]) -> bool:
+    """Whether a host was open, and its server has ended."""
+    return opening.done() and not opening.cancelled() and not opening.exception() and not opening.result().host.alive()
+
+
+async def _close(workspaces: Workspaces) -> None:
+    await workspaces.close()
+    await workspaces.host.close()
 
 
 def _note_once(chat: Chat, note: Mapping[str, Any]) -> None:

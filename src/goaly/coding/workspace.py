@@ -25,7 +25,7 @@ from goaly.coding.patch_writer import patch_of
 from goaly.coding.preparation import AGENT, CleanState, prepare
 from goaly.coding.task import CodingTask
 from goaly.coding.toolbox import Toolbox, find_tools
-from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec
+from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec, SnapshotLost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.settings import SandboxSettings
 
@@ -77,11 +77,15 @@ class Workspaces:
             raise ValueError(f"two different tasks have the id {task.id!r}")
         self._held.move_to_end(task.id)
         held.users += 1
+        is_lost = False
         try:
             yield await asyncio.shield(held.prepared)
+        except SnapshotLost:  # its server has ended
+            is_lost = True
+            raise
         finally:
             held.users -= 1
-            if _failed(held.prepared) and self._held.get(task.id) is held:
+            if (is_lost or _failed(held.prepared)) and self._held.get(task.id) is held:
                 del self._held[task.id]  # the next caller tries again
             await self._forget_old()
 
@@ -122,6 +126,12 @@ class Workspaces:
                     await self.host.forget(tools.result().snapshot)
 
     async def _prepare(self, task: CodingTask) -> CleanState:
+        try:
+            return await self._prepare_once(task)
+        except SnapshotLost:  # the server of the tools has ended; they are laid in again
+            return await self._prepare_once(task)
+
+    async def _prepare_once(self, task: CodingTask) -> CleanState:
         where = (task.image or task.root or self.settings.root, task.environment.get("PATH"))
         if where not in self._tools:
             path = {} if where[1] is None else {"PATH": where[1]}
@@ -134,7 +144,11 @@ class Workspaces:
             if self._tools[where].done():
                 self._tools.pop(where, None)
             raise
-        return await prepare(self.host, task, self._spec(task), tools, self.user)
+        try:
+            return await prepare(self.host, task, self._spec(task), tools, self.user)
+        except SnapshotLost:
+            self._tools.pop(where, None)
+            raise
 
     def _spec(self, task: CodingTask) -> SandboxSpec:
         spec = self.settings.spec(image=task.image, limits=task.limits or self.settings.limits)

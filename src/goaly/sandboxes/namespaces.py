@@ -95,6 +95,9 @@ class NamespaceHost(SandboxHost):
             raise
         return sandbox
 
+    def alive(self) -> bool:
+        return not self._channel.closed
+
     async def adopt(self, ticket: SandboxTicket) -> NamespaceSandbox:
         """Take over a sandbox of another client, with its files and background processes as they are."""
         answer = await self._channel.ask("A", number=ticket.number)

@@ -241,6 +241,9 @@ class SandboxPool(SandboxHost):
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def alive(self) -> bool:
+        return self._host.alive()
+
     async def adopt(self, ticket: Any) -> Sandbox:
         """Take over a sandbox of another process; it lives already, so it does not wait for room."""
         sandbox = await self._host.adopt(ticket)

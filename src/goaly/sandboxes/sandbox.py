@@ -142,6 +142,10 @@ class SandboxHost(ABC):
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> Sandbox:
         """A sandbox in the state of its root, or of a snapshot."""
 
+    def alive(self) -> bool:
+        """Whether it can start sandboxes; one that cannot is closed, and another one opened."""
+        return True
+
     @abstractmethod
     async def adopt(self, ticket: Any) -> Sandbox:
         """Take over a sandbox that another process has left, with its files and background processes as they are."""

@@ -6,7 +6,9 @@ import os
 import secrets
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,14 @@ from scripted_chat import SUBMIT, bash, calls
 from test_coding_episode import FILES
 
 from goaly.coding.calls import LOST_BEGINNING
+from goaly.coding.episode import CodingEpisode
 from goaly.coding.held_sandbox import HeldSandbox
+from goaly.coding.settings import CodingSettings
+from goaly.coding.task_files import read_prompts
 from goaly.coding.tools import Tools
-from goaly.sandboxes.contract import SandboxDied
+from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxSpec
+from goaly.sandboxes.server import shared_folder
+from goaly.sandboxes.settings import SandboxSettings
 
 REPAIR = calls(("edit", {"path": "adder.py", "old": "a * b", "new": "a + b"}))
 STATE = bash("x=5; cd tests || mkdir -p sub && cd sub; echo one >> /tmp/log")
@@ -156,3 +163,34 @@ async def test_an_attempt_whose_calls_kill_its_sandbox_ends(folder: Path, safe: 
     Killing(monkeypatch, *range(1, 99))
     with pytest.raises(SandboxDied):
         await sees(folder, 3)
+
+
+async def test_when_the_server_of_sandboxes_has_died_the_next_attempt_starts_another(folder: Path):
+    (prompt,) = read_prompts(str(folder / "adding"))
+    episode = CodingEpisode(CodingSettings(), SandboxSettings())
+    chats = [KeptChat(folder / f"kept{number}", [REPAIR.tool_calls, SUBMIT.tool_calls]) for number in range(2)]
+    try:
+        await episode(prompt, SimpleNamespace(chat=chats[0], sample_index=0))  # type: ignore[bad-argument-type]
+        kill_server(episode.run)
+        await asyncio.wait_for(host_died(episode), 20)
+        await episode(prompt, SimpleNamespace(chat=chats[1], sample_index=0))  # type: ignore[bad-argument-type]
+    finally:
+        await episode.close()
+    assert [chat.reward for chat in chats] == [1.0, 1.0]
+
+
+async def host_died(episode: CodingEpisode) -> None:
+    """Wait until the client of the server has noticed; it does at its next request."""
+    assert episode._opening
+    host = episode._opening.result().host
+    while host.alive():
+        with suppress(SandboxError):
+            await (await host.start(SandboxSpec())).stop()
+
+
+def kill_server(run: str) -> None:
+    """Kill the processes of the server that this run's workers share."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if str(shared_folder(run)).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
