@@ -10,6 +10,7 @@
     versions                    [policy version, tokens] runs over the whole sequence; -1 for tokens not sampled
     turns                       [author, start, stop]
     prompt, response            as text
+    notes                       what the script noted, such as commands and grades of a coding agent; only if it did
     tokens, logprobs            as sampled; only with `--tokens`
 """
 
@@ -69,6 +70,8 @@ def journal_entry(
         "prompt": prompt,
         "response": response,
     }
+    if trajectory.notes:
+        entry["notes"] = list(trajectory.notes)
     if tokens:
         entry["tokens"] = trajectory.tokens["tokens"].tolist()
         entry["logprobs"] = trajectory.tokens["sampler_logprobs"].tolist()

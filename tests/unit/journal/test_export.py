@@ -1,5 +1,6 @@
 """The journal: golden entry, exact run lengths."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -53,6 +54,12 @@ def test_an_entry_says_what_was_written_rewarded_and_by_which_versions():
 def test_tokens_and_logprobs_are_exact_where_asked_for() -> None:
     exact = {"tokens": [5, 6, 7, 8, 1], "logprobs": [0.0, 0.0, -0.5, -0.25, -1.0]}
     assert journal_entry(trajectory(), ticket=9, prompt="1+1", response="2", tokens=True) == ENTRY | exact
+
+
+def test_an_entry_has_what_the_script_noted() -> None:
+    noted = replace(trajectory(), notes=({"command": "ls", "after": 1},))
+    entry = journal_entry(noted, ticket=9, prompt="1+1", response="2")
+    assert entry == ENTRY | {"notes": [{"command": "ls", "after": 1}]}
 
 
 @given(st.lists(st.integers(-1, 2)))
