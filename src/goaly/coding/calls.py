@@ -50,7 +50,8 @@ class Calls:
         elif name == SUBMIT and seen == SUBMITTED:
             self._tools.submitted = True
         self._since_files.append((name, arguments))
-        if self._snapshot_every is not None and len(self._since_files) >= self._snapshot_every:
+        every = self._snapshot_every
+        if every is not None and len(self._since_files) >= every and not self._held.is_adopted:
             await self._keep_files()
         return seen
 

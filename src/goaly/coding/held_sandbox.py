@@ -41,7 +41,8 @@ class HeldSandbox:
         self._snapshots: list[FileSnapshot] = []
         """Each is made of the layers of those before it, too."""
         self.is_adopted = False
-        """Whether an earlier worker started it."""
+        """Whether an earlier worker started it. Its files are kept in no snapshot: they may be those of later calls
+        than the one that is said again, and the layers below them go with that worker."""
 
     @property
     def sandbox(self) -> Sandbox:
@@ -88,4 +89,5 @@ class HeldSandbox:
             self._sandbox = await workspaces.host.start(self.sandbox.spec, origin=self._snapshots[-1])
         else:
             self._sandbox = await workspaces.start(self._task, self._labels)
+        self.is_adopted = False
         self._chat.mark(MARK, base64.b64encode(pickle.dumps(self.sandbox.ticket)).decode())

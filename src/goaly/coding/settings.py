@@ -60,8 +60,8 @@ class CodingSettings(Settings):
     with the backend `namespaces`. Raise it if tasks come back before that and their setup takes long."""
     snapshot_every: PositiveInt | None = None
     """Keep the files after every N-th tool call: if the sandbox dies, another one begins there and repeats the calls
-    since then, for tasks that say that this is safe (`safe_to_repeat`). Null repeats all of the attempt's. Attempts at
-    other tasks begin again (`rollout.episode_retries`)."""
+    since then, for tasks that say that this is safe (`safe_to_repeat`). Null repeats all of the attempt's, as does a
+    sandbox that another worker has taken over. Attempts at other tasks begin again (`rollout.episode_retries`)."""
     changes: bool = True
     """Record which files each turn changed, and how many lines. Each command takes a little longer."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -174,8 +175,9 @@ class Tools:
     async def open_shell(self, script: str = "") -> None:
         """Open a shell that has run this script."""
         most = 2 * (self._settings.observation_bytes // 2)
-        shell = await Shell.open(self._sandbox, output_bytes=most, cwd=self._workdir)
-        await shell.run(f"{script}\nexec 2>&1")  # one stream, in the order in which a terminal would show it
+        shell = await Shell.open(self._sandbox, output_bytes=most, cwd="/")  # the agent may have moved its workdir
+        begin = f"cd {shlex.quote(self._workdir)}\n{script}"
+        await shell.run(f"{begin}\nexec 2>&1")  # one stream, in the order in which a terminal would show it
         self._shell = shell
 
     async def end_shell(self) -> str | None:

@@ -131,7 +131,7 @@ class Shell:
         while b"\0" not in self._unread:
             part = await self._reports.read()
             if not part:
-                return await self._process.ended
+                return await self._exit_code()
             self._unread += part
         report, _, self._unread = self._unread.partition(b"\0")
         if not report.startswith(b"= "):
@@ -148,7 +148,11 @@ class Shell:
                 await self._process.kill_session(self._jobs)
                 return await self._report()
         await self._process.kill()
-        return await self._process.ended
+        return await self._exit_code()
+
+    async def _exit_code(self) -> int:
+        """Of the shell; a caller that is cancelled leaves it to the others."""
+        return await asyncio.shield(self._process.ended)
 
     @property
     def alive(self) -> bool:

@@ -71,6 +71,18 @@ async def test_the_next_worker_waits_for_the_command_that_was_running_and_goes_o
     assert [one.get("tool") for one in chat.notes[:5]] == ["edit", "bash", "bash", "bash", "submit"]
 
 
+async def test_what_an_earlier_worker_did_is_in_no_snapshot_of_an_earlier_state(
+    folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch
+):
+    """coding-5: nothing is repeated on top of itself, and the command that runs is not ended."""
+    running = bash("echo DIE; sleep 0.3; echo $(($(wc -l < /tmp/log) + 1)) >> /tmp/log; tail -n 1 /tmp/log")
+    Killing(monkeypatch, 1)  # the first call that the next worker makes
+    chat = await killed(folder, asked(folder, LOG, LOG, LOG, running, LOG, SUBMIT, snapshot_every=2))
+    assert [one[-1].content for one in chat.shown[1:4]] == ["1\n", "2\n", "3\n"]
+    assert chat.shown[4][-1].content == f"{LOST_BEGINNING}\n4\n"
+    assert chat.shown[5][-1].content == "5\n"
+
+
 async def test_the_next_worker_grades_what_the_agent_left(folder: Path):
     chat = await killed(folder, asked(folder, REPAIR, SUBMIT))
     assert chat.reward == 1.0

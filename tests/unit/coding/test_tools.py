@@ -69,6 +69,20 @@ async def test_a_shell_that_was_left_is_opened_again(opened: Open):
         assert await tools.bash("pwd") == "/tmp/work\n"
 
 
+async def test_a_shell_is_opened_where_the_agent_has_moved_its_workdir_away(opened: Open):
+    async with opened() as tools:
+        await tools.bash("mv /tmp/work /tmp/other; exit 4")
+        assert await tools.bash("pwd") == "/\n"
+
+
+async def test_a_program_in_place_of_the_shell_is_ended_at_its_time(opened: Open):
+    async with opened(command_seconds=0.2) as tools:
+        assert await tools.bash("exec sleep 60") == (
+            "[stopped after 0.2 s; the shell has ended, the next command starts a new one]"
+        )
+        assert await tools.bash("echo on") == "on\n"
+
+
 async def test_a_sandbox_that_died_is_an_error_and_no_observation(opened: Open, sandbox: Sandbox):
     async with opened() as tools:
         await tools.bash("true")
