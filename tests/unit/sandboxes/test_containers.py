@@ -17,7 +17,9 @@ import pytest
 
 from goaly.sandboxes import containers
 from goaly.sandboxes.container_check import checked
+from goaly.sandboxes.container_images import Image
 from goaly.sandboxes.container_request import SANDBOX
+from goaly.sandboxes.container_stream import RelayedStream
 from goaly.sandboxes.containers import SNAPSHOT, ContainerHost
 from goaly.sandboxes.contract import Entry, SandboxDied, SandboxError, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.docker_api import DockerApi
@@ -249,12 +251,48 @@ async def test_a_start_that_is_cancelled_leaves_no_container(
         assert set(await ours(api)) <= before
 
 
+async def test_at_most_parallel_starts_are_begun_at_once(
+    daemon: tuple[str, str], spec: SandboxSpec, monkeypatch: pytest.MonkeyPatch
+):
+    running, most = 0, 0
+    run = ContainerHost._run
+
+    async def counted(host: ContainerHost, name: str, spec: SandboxSpec, image: Image) -> containers.ContainerSandbox:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await run(host, name, spec, image)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(ContainerHost, "_run", counted)
+    host = await ContainerHost.open(ContainerSettings(socket=daemon[0], parallel_starts=2))
+    started = await asyncio.gather(*(host.start(spec) for _ in range(4)))
+    assert most == 2
+    assert [(await one.run("echo lives")).ok for one in started] == [True] * 4
+    await host.close()
+
+
 async def test_output_of_a_large_command_is_complete_when_it_ends(sandbox: Sandbox):
     for _ in range(5):
         result = await sandbox.run(
             "head -c 3000000 /dev/zero; echo last >&2; head -c 1 /dev/zero", output_bytes=1 << 23
         )
         assert (len(result.stdout.head + result.stdout.tail), result.stderr.text()) == (3_000_001, "last\n")
+
+
+async def test_what_a_command_wrote_comes_before_its_end_even_where_its_output_has_to_wait(sandbox: Sandbox):
+    process = await sandbox.start(["head", "-c", "300000", "/dev/zero"])
+    assert isinstance(process.stdout, RelayedStream)
+    process.stdout.pause()
+    await sandbox.run("while ps -e | grep -q '[h]ead'; do :; done")
+    assert process.stdout.total < 300_000
+    assert not process.ended.done()
+    process.stdout.resume()
+    assert await process.ended == 0
+    assert process.stdout.total == 300_000
+    process.close()
 
 
 async def test_a_command_that_does_not_read_holds_up_no_other(sandbox: Sandbox):
