@@ -139,6 +139,7 @@ async def test_a_warm_sandbox_has_its_whole_time_to_live_when_it_is_given(pool_o
     await pool.start(spec)
     await host.next()
     warm = await host.next()
+    assert warm.spec.seconds_to_live is None
     assert await pool.start(spec) is warm
     ended = told_of_the_end(warm)
     await asyncio.wait_for(ended.wait(), SECONDS)
