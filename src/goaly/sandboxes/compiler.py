@@ -16,7 +16,10 @@ from goaly.sandboxes.contract import SandboxUnavailable
 
 NATIVE = Path(__file__).parent / "native"
 SHARED = ("commands.c", "files.c", "filter.c", "wire.c")
-SOURCES = {"sandboxes": ("server.c", "sandbox.c", *SHARED), "resident": ("resident.c", "relay.c", *SHARED)}
+SOURCES = {
+    "sandboxes": ("server.c", "layers.c", "starter.c", "sandbox.c", *SHARED),
+    "resident": ("resident.c", "relay.c", *SHARED),
+}
 
 
 def compilers(*, static: bool = False) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from goaly.sandboxes import reaper
-from goaly.sandboxes.contract import SandboxSpec
+from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.control_groups import hierarchies
 from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
 from goaly.sandboxes.owner import identity
@@ -207,3 +207,27 @@ async def test_a_server_that_does_not_answer_is_left_alone(host: NamespaceHost):
     host.server.process.wait()
     reap()
     assert not folder.exists()
+
+
+def starter_of(server: int) -> int:
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return next(int(child) for child in children if Path(f"/proc/{child}/comm").read_text() == "starter\n")
+
+
+async def test_a_server_that_loses_a_part_of_itself_ends_with_its_sandboxes_and_leaves_nothing():
+    host = await NamespaceHost.open()
+    assert host.server
+    server, folder = host.server.process.pid, host.server.address.parent
+    name = identity(server)
+    sandbox = await host.start(SandboxSpec(limits=SMALL))
+    ended = asyncio.Event()
+    sandbox.when_ended(ended.set)
+    os.kill(starter_of(server), signal.SIGKILL)
+    async with asyncio.timeout(SECONDS):
+        await ended.wait()
+    await asyncio.to_thread(host.server.process.wait)
+    assert groups_of_server(name) == []
+    assert not folder.exists()
+    with pytest.raises((SandboxDied, SandboxUnavailable)):
+        await host.start(SandboxSpec(limits=SMALL))
+    await host.close()

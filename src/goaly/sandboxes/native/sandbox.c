@@ -4,6 +4,7 @@
  * user, without capabilities, behind the filter of system calls. The host's folders are gone before the first command. */
 #define _GNU_SOURCE
 #include "commands.h"
+#include "starter.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,8 +24,6 @@
 #include <sys/syscall.h>
 #include <sys/xattr.h>
 #include <unistd.h>
-
-#define MOST_LAYERS 400
 
 static int n_layers, generation;
 static char lower[MOST_LAYERS * 16];
@@ -60,7 +59,7 @@ static void make_devices(void) {
     static const char *names[] = {"null", "zero", "full", "random", "urandom", "tty"};
     static const char *links[][2] = {{"/proc/self/fd", "dev/fd"}, {"/proc/self/fd/0", "dev/stdin"}, {"/proc/self/fd/1", "dev/stdout"},
         {"/proc/self/fd/2", "dev/stderr"}, {"pts/ptmx", "dev/ptmx"}};
-    must(mount("devices", "dev", "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,nr_inodes=64,mode=755"), "a folder of devices");
+    must(mount("dev", "dev", NULL, MS_BIND, NULL), "a folder of devices");
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char host[32], here[32];
         snprintf(host, sizeof host, "/dev/%s", names[i]), snprintf(here, sizeof here, "dev/%s", names[i]);
@@ -69,10 +68,10 @@ static void make_devices(void) {
     }
     for (size_t i = 0; i < sizeof links / sizeof *links; i++)
         if (symlink(links[i][0], links[i][1])) {}
-    mkdir("dev/shm", 01777), mkdir("dev/pts", 0755);
-    must(mount("shm", "dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,nr_inodes=4096,mode=1777"), "/dev/shm");
+    mkdir("dev/shm", 0755), mkdir("dev/pts", 0755);
+    must(mkdir("shm", 0755) || chmod("shm", 01777) || mount("shm", "dev/shm", NULL, MS_BIND, NULL), "/dev/shm");
     if (mount("pts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")) {}
-    must(mount("devices", "dev", NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, NULL), "read-only devices");
+    must(mount(NULL, "dev", NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "read-only devices");
 }
 
 static void hide(const char *folder) {
@@ -103,10 +102,11 @@ static void make_root(struct sandbox *sandbox) {
     must(chdir(sandbox->folder), sandbox->folder);
     for (const char **name = (const char *[]){"l", "u", "w", "m", "proc", "dev", NULL}; *name; name++) must(mkdir(*name, 0755), *name);
     for (n_layers = 0; n_layers < sandbox->n_layers; n_layers++) {
-        char at[16];
+        char at[16], from[128];
         snprintf(at, sizeof at, "l/%d", n_layers);
         must(mkdir(at, 0755), at);
-        must(mount(sandbox->layers[n_layers], at, NULL, MS_BIND | MS_REC, NULL), sandbox->layers[n_layers]);
+        snprintf(from, sizeof from, "../layers/%s", sandbox->layers[n_layers]);
+        must(mount(from, at, NULL, MS_BIND | MS_REC, NULL), sandbox->layers[n_layers]);
         strcat(strcat(lower, n_layers ? ":" : ""), at);
     }
     must(mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "/proc");

@@ -10,7 +10,8 @@
  * `B` assign to another use, `T` terminate, `Q` list, `I` an image's folder, `Y` a layer of a snapshot, `Z` forget either. Answers have the request's operation or `E`, and its id; `X` reports the
  * end of a sandbox to the client that has it. */
 #define _GNU_SOURCE
-#include "wire.h"
+#include "layers.h"
+#include "starter.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -33,30 +34,28 @@
 #include <unistd.h>
 
 #define MOST 16384
-#define MOST_GROUPS 8
-#define MOST_HIDDEN 64
 #define MOST_LABELS 4096
-#define IDS 65536
 #define MOST_CLIENTS 1024
+#define MOST_STARTERS 8
 
 /* Times are milliseconds; 0 is never. `until`: when it ends unless a client attaches; `end`: when it ends anyway. */
 struct box {
     uint32_t id, born;
-    pid_t pid;
-    int host_end, client, n_groups, n_kept, kept[WIRE_FDS];
+    pid_t pid;          /* 0 until its starter has told it */
+    int ended, host_end, client, n_groups, n_kept, kept[WIRE_FDS];
     long long began, keep, until, end;
     char command[64], *labels, *groups[MOST_GROUPS];
 };
 
-/* Layers stay as long as the client that brought them, or a sandbox that it started: an adopter may fork that. */
-struct layer { char name[96]; uint32_t born; };
 struct client { int fd; uint32_t number; };
 
 static struct box boxes[MOST];
-static struct layer layers[MOST];
+static uint32_t ids[MOST];   /* of the boxes: quick to look through */
+static struct { pid_t pid; int socket; } starters[MOST_STARTERS];
 static struct client clients[MOST_CLIENTS];
-static int n_boxes, n_layers, n_clients, first_id, poller, users = -1;
-static uint32_t last_client;
+static int n_boxes, n_clients, n_starters, first_id, poller, home;
+static uint32_t last_client, last_start;
+static const char *folder;
 static long long next_end;   /* no sandbox's time is over before; 0 if none's will be */
 static struct message m;
 
@@ -70,29 +69,9 @@ static void end_by(long long when) {
     if (when && (!next_end || when < next_end)) next_end = when;
 }
 
-static void write_file(const char *path, const char *text) {
-    int fd = open(path, O_WRONLY | O_CLOEXEC);
-    if (fd < 0 || write(fd, text, strlen(text)) < 0) {
-        int kept = errno;
-        if (fd >= 0) close(fd);
-        errno = kept;
-        return;
-    }
-    close(fd);
-    errno = 0;
-}
-
-static void map_ids(pid_t pid) {
-    char path[64], map[64];
-    snprintf(map, sizeof map, "0 %d %d", first_id < 0 ? 0 : first_id, first_id < 0 ? 1 : IDS);
-    if (first_id < 0) snprintf(path, sizeof path, "/proc/%d/setgroups", pid), write_file(path, "deny");
-    snprintf(path, sizeof path, "/proc/%d/gid_map", pid), write_file(path, map);
-    snprintf(path, sizeof path, "/proc/%d/uid_map", pid), write_file(path, map);
-}
-
 static struct box *find(uint32_t id) {
     for (int i = 0; i < n_boxes; i++)
-        if (boxes[i].id == id) return &boxes[i];
+        if (ids[i] == id) return &boxes[i];
     return NULL;
 }
 
@@ -102,20 +81,13 @@ static uint32_t number_of(int client) {
     return 0;
 }
 
-static int forget(int at) {
-    char path[128];
-    snprintf(path, sizeof path, "../layers/%s", layers[at].name);
-    layers[at] = layers[--n_layers];
-    return umount2(path, MNT_DETACH) || rmdir(path);
-}
-
+/* They stay as long as the client that brought them, or a sandbox that it started: an adopter may fork that. */
 static void forget_layers_of(uint32_t born) {
     for (int i = 0; i < n_clients; i++)
         if (clients[i].number == born) return;
     for (int i = 0; i < n_boxes; i++)
         if (boxes[i].born == born) return;
-    for (int i = n_layers; i-- > 0;)
-        if (layers[i].born == born) forget(i);
+    layers_forget_of(born);
 }
 
 static void refuse(int client, const char *what) {
@@ -131,69 +103,27 @@ static void assign(struct box *box) {
     box->labels = strndup(wire_text(&m), MOST_LABELS);
 }
 
-/* Fields: those of `assign`, name, bytes, files, milliseconds without a client, ptrace, number of layers, layers (names of `I` and `Y`), number of hidden folders,
- * hidden folders, then control groups: a folder to make, and `file=value` for the folder before it. Answer: pid, with the client's end of the sandbox's socket. */
+/* Fields: those of `assign`, then those of `struct start`. The answer comes from a starter. */
 static void start(int client) {
-    static const char *folders[512], *hidden[MOST_HIDDEN];
-    static char paths[512][128];
-    struct box box = {.id = m.id, .born = number_of(client), .client = client, .began = now()};
-    struct sandbox sandbox = {.folder = "../here", .layers = folders};
-    int pair[2], go[2];
-    assign(&box);
-    sandbox.hostname = wire_text(&m), sandbox.bytes = wire_text(&m), sandbox.inodes = wire_text(&m);
-    box.keep = wire_number(&m);
-    sandbox.debuggable = (int)wire_number(&m), sandbox.n_layers = (int)wire_number(&m);
-    for (int i = 0; i < sandbox.n_layers && i < 512; i++) {
-        const char *name = wire_text(&m);
-        if (strchr(name, '/') || *name == '.') sandbox.n_layers = -1;
-        snprintf(paths[i], sizeof paths[i], "../layers/%s", name), folders[i] = paths[i];
-    }
-    sandbox.hidden = hidden, sandbox.n_hidden = (int)wire_number(&m);
-    for (int i = 0; i < sandbox.n_hidden && i < MOST_HIDDEN; i++) hidden[i] = wire_text(&m);
-    if (sandbox.n_hidden > MOST_HIDDEN) sandbox.n_layers = -1;
-    errno = n_boxes == MOST ? EMFILE : sandbox.n_layers < 1 || sandbox.n_layers > 399 ? EINVAL : find(m.id) ? EEXIST : 0;
-    if (errno || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) || pipe2(go, O_CLOEXEC)) {
+    static struct start request;
+    struct box *box = &boxes[n_boxes];
+    int pair[2];
+    *box = (struct box){.id = m.id, .born = number_of(client), .client = client, .began = now()};
+    assign(box);
+    size_t begin = m.at;
+    int valid = !start_read(&request, &m);
+    errno = n_boxes == MOST - 1 ? EMFILE : !valid ? EINVAL : find(m.id) ? EEXIST : 0;
+    if (errno || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
         refuse(client, "a sandbox");
-        free(box.labels);
+        free(box->labels);
         return;
     }
-    sandbox.control = pair[1], sandbox.go = go[0];
-    box.host_end = pair[0];
-    box.pid = (pid_t)syscall(SYS_clone, CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | SIGCHLD, 0, 0, 0, 0);
-    if (box.pid == 0) {
-        close(go[1]);
-        sandbox_main(&sandbox);
-    }
-    close(pair[1]), close(go[0]);
-    if (box.pid < 0) {
-        refuse(client, "a process");
-        close(pair[0]), close(go[1]), free(box.labels);
-        return;
-    }
-    map_ids(box.pid);
-    char path[1024], pid[16];
-    snprintf(pid, sizeof pid, "%d", box.pid);
-    const char *failed = errno ? "the map of users" : NULL;
-    while (!failed && m.at < m.length && box.n_groups < MOST_GROUPS) {
-        const char *text = wire_text(&m), *value = strchr(text, '=');
-        if (*text == '/') {
-            if (mkdir(text, 0755) && errno != EEXIST) failed = text;
-            else box.groups[box.n_groups++] = strdup(text);
-        } else if (value && box.n_groups) {
-            snprintf(path, sizeof path, "%s/%.*s", box.groups[box.n_groups - 1], (int)(value - text), text);
-            write_file(path, value + 1);
-            if (errno) failed = path;
-        }
-    }
-    for (int i = 0; !failed && i < box.n_groups; i++) {
-        snprintf(path, sizeof path, "%s/cgroup.procs", box.groups[i]);
-        write_file(path, pid);
-        if (errno) failed = path;
-    }
-    if (failed) refuse(client, failed), kill(box.pid, SIGKILL);
-    else if (write(go[1], "", 1) == 1) wire_send(client, 'S', m.id, pid, strlen(pid) + 1, &pair[0], 1);
-    close(go[1]);
-    boxes[n_boxes++] = box;
+    box->keep = request.keep, box->host_end = pair[0], box->n_groups = request.n_groups;
+    for (int i = 0; i < request.n_groups; i++) box->groups[i] = strdup(request.groups[i]);
+    ids[n_boxes++] = m.id;
+    int starter = starters[last_start++ % (unsigned)n_starters].socket;
+    wire_send(starter, 'S', m.id, m.fields + begin, m.length - begin, &pair[1], 1);   /* its death is the end of all */
+    close(pair[1]);
 }
 
 static void drop_kept(struct box *box) {
@@ -214,73 +144,82 @@ static void attach(struct box *box, int client) {
     wire_send(client, 'A', m.id, box->command, strlen(box->command) + 1, fds, box->n_kept + 1);
 }
 
-static void end_box(int at) {
-    struct box *box = &boxes[at];
+static void end_box(struct box *box) {
+    uint32_t born = box->born;
     drop_kept(box);
     while (box->n_groups) rmdir(box->groups[--box->n_groups]), free(box->groups[box->n_groups]);
     close(box->host_end), free(box->labels);
-    uint32_t born = box->born;
-    *box = boxes[--n_boxes];
+    *box = boxes[--n_boxes], ids[box - boxes] = ids[n_boxes];
     forget_layers_of(born);
+}
+
+static void report_end(struct box *box, int code) {
+    if (box->client >= 0) wire_say(box->client, 'X', box->id, "%d", code);
+    end_box(box);
+}
+
+/* A starter's answer. */
+static void started(void) {
+    struct box *box = find(m.id);
+    const char *pid = wire_text(&m), *failed = wire_text(&m);
+    box->pid = atoi(pid);
+    if (*failed) wire_send(box->client, 'E', m.id, failed, strlen(failed) + 1, NULL, 0), box->client = -1;
+    else wire_send(box->client, 'S', m.id, pid, strlen(pid) + 1, &box->host_end, 1);
+    if (!box->pid || kill(box->pid, 0)) report_end(box, -SIGKILL);   /* it was killed, and nobody knew whose it was */
+    else if (box->ended) kill(box->pid, SIGKILL);
+}
+
+/* As soon as it has a process. */
+static void kill_box(struct box *box) {
+    if (box->pid) kill(box->pid, SIGKILL);
+    else box->ended = 1;
+}
+
+/* Its owner may have been killed: nobody else removes its folder. One of the same name may be a successor's. */
+static void leave_nothing(void) {
+    char path[1024];
+    if (chdir("/") || umount2(folder, MNT_DETACH)) exit(1);
+    unlinkat(home, "server", 0), unlinkat(home, "mounts", AT_REMOVEDIR);
+    snprintf(path, sizeof path, "%.*s", (int)(strrchr(folder, '/') - folder), folder), rmdir(path);
+    exit(0);
+}
+
+/* A process of which no starter has told ends by itself, because nobody lets it go on. */
+static void end_all(void) {
+    for (int i = 0; i < n_starters; i++) kill(starters[i].pid, SIGKILL);
+    for (int i = 0; i < n_boxes; i++)
+        if (boxes[i].pid) kill(boxes[i].pid, SIGKILL);
+    while (waitpid(-1, NULL, 0) > 0) {}
+    while (n_boxes) end_box(&boxes[n_boxes - 1]);
+    leave_nothing();
 }
 
 static void reap(int signals) {
     struct signalfd_siginfo skipped[64];
     while (read(signals, skipped, sizeof skipped) > 0) {}
     int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
+        for (int i = 0; i < n_starters; i++)
+            if (starters[i].pid == pid) end_all();
         for (int i = 0; i < n_boxes; i++)
             if (boxes[i].pid == pid) {
-                if (boxes[i].client >= 0) wire_say(boxes[i].client, 'X', boxes[i].id, "%d", WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
-                end_box(i);
+                report_end(&boxes[i], WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
                 break;
             }
-}
-
-/* A folder with the sandboxes' users: user 0 of its files is root inside. */
-static int mapped(int tree) {
-    if (first_id < 0) return 0;
-    if (users < 0) {
-        pid_t pid = (pid_t)syscall(SYS_clone, CLONE_NEWUSER | SIGCHLD, 0, 0, 0, 0);
-        if (!pid) pause();
-        map_ids(pid);
-        char path[64];
-        snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
-        users = open(path, O_RDONLY | O_CLOEXEC);
-        kill(pid, SIGKILL);
-        if (users < 0) return -1;
     }
-    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)users};
-    return (int)syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH, &attributes, sizeof attributes);
 }
 
 /* Fields: a name, and for an image its folder. Descriptor: a snapshot's layer. */
 static void add_layer(int client) {
-    char at[128];
-    const char *name = wire_text(&m), *path = wire_text(&m);
-    snprintf(at, sizeof at, "../layers/%s", name);
-    if (strchr(name, '/') || *name == '.' || strlen(name) >= sizeof layers->name || (m.op == 'Y' && !m.n_fds) || n_layers == MOST) {
-        errno = n_layers == MOST ? EMFILE : EINVAL;
-        refuse(client, name);
-        return;
-    }
-    int tree = m.op == 'Y' ? m.fds[0] : (int)syscall(SYS_open_tree, AT_FDCWD, path, OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (first_id < 0 ? AT_RECURSIVE : 0));
-    if (tree < 0 || (m.op == 'I' && mapped(tree)) || (mkdir(at, 0755) && errno != EEXIST) || syscall(SYS_move_mount, tree, "", AT_FDCWD, at, MOVE_MOUNT_F_EMPTY_PATH))
-        refuse(client, m.op == 'I' ? path : name);
-    else {
-        layers[n_layers].born = number_of(client);
-        strcpy(layers[n_layers++].name, name);
-        wire_send(client, m.op, m.id, NULL, 0, NULL, 0);
-    }
-    if (m.op == 'I' && tree >= 0) close(tree);
+    const char *name = wire_text(&m), *path = m.op == 'I' ? wire_text(&m) : NULL;
+    int snapshot = m.n_fds ? m.fds[0] : -1;
+    if (layer_add(name, path, snapshot, number_of(client), first_id)) refuse(client, path ? path : name);
+    else wire_send(client, m.op, m.id, NULL, 0, NULL, 0);
 }
 
 static void forget_layer(int client) {
     const char *name = wire_text(&m);
-    int at = 0;
-    while (at < n_layers && strcmp(layers[at].name, name)) at++;
-    errno = ENOENT;
-    if (at == n_layers || forget(at)) refuse(client, name);
+    if (layer_forget(name)) refuse(client, name);
     else wire_send(client, 'Z', m.id, NULL, 0, NULL, 0);
 }
 
@@ -289,6 +228,7 @@ static void list(int client) {
     char text[MOST_LABELS + 64];
     for (int i = 0; i < n_boxes; i++) {
         struct box *box = &boxes[i];
+        if (!box->pid) continue;
         const char *owned = box->client < 0 ? "left" : "owned";
         int length = snprintf(text, sizeof text, "%d%c%lld%c%s%c%s", box->pid, 0, (now() - box->began) / 1000, 0, owned, 0, box->labels);
         wire_send(client, 'Q', m.id, text, (size_t)length + 1, NULL, 0);
@@ -322,7 +262,7 @@ static void serve(int client) {
         case 'T':
             errno = ESRCH;
             if (!box) refuse(client, "the sandbox");
-            else kill(box->pid, SIGKILL), box->client = client;
+            else kill_box(box), box->client = client;
             break;
     }
 }
@@ -338,7 +278,7 @@ static void leave(int client) {
             forget_layers_of(number);
             break;
         }
-    epoll_ctl(poller, EPOLL_CTL_DEL, client, NULL);   /* a sandbox that has just been cloned may still hold it open */
+    epoll_ctl(poller, EPOLL_CTL_DEL, client, NULL);   /* a child may have a copy, with which it would go on to be reported */
     close(client);
 }
 
@@ -349,28 +289,11 @@ static int milliseconds_to_the_next_end(void) {
         next_end = 0;
         for (int i = 0; i < n_boxes; i++) {
             struct box *box = &boxes[i];
-            if ((box->until && box->until <= t) || (box->end && box->end <= t)) kill(box->pid, SIGKILL);
+            if ((box->until && box->until <= t) || (box->end && box->end <= t)) kill_box(box);
             else end_by(box->until), end_by(box->end);
         }
     }
     return !next_end ? -1 : next_end - t > 1 << 30 ? 1 << 30 : (int)(next_end - t);
-}
-
-/* Its owner may have been killed: nobody else removes its folder. */
-static void leave_nothing(const char *folder) {
-    char path[1024];
-    if (chdir("/") || umount2(folder, MNT_DETACH)) exit(1);
-    snprintf(path, sizeof path, "%s/../server", folder), unlink(path);
-    snprintf(path, sizeof path, "%.*s", (int)(strrchr(folder, '/') - folder), folder);
-    rmdir(folder), rmdir(path);
-    exit(0);
-}
-
-static void end_all(const char *folder) {
-    for (int i = 0; i < n_boxes; i++) kill(boxes[i].pid, SIGKILL);
-    while (waitpid(-1, NULL, 0) > 0) {}
-    while (n_boxes) end_box(n_boxes - 1);
-    leave_nothing(folder);
 }
 
 static void watch(int fd) {
@@ -388,12 +311,35 @@ static void become_root_of_a_namespace(void) {
     snprintf(map, sizeof map, "0 %u 1", uid), write_file("/proc/self/uid_map", map);
 }
 
+static int is_starter(int fd) {
+    for (int i = 0; i < n_starters; i++)
+        if (starters[i].socket == fd) return 1;
+    return 0;
+}
+
+static void make_starters(void) {
+    int cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    while (n_starters < (cores < MOST_STARTERS ? cores : MOST_STARTERS)) {
+        int pair[2];
+        if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) perror("a starter"), exit(1);
+        pid_t pid = fork();
+        if (!pid) {
+            if (pair[1] != 3) dup3(pair[1], 3, O_CLOEXEC);
+            close_range(4, ~0u, 0);
+            starter_main(3, first_id);
+        }
+        close(pair[1]);
+        starters[n_starters].pid = pid, starters[n_starters++].socket = pair[0];
+    }
+}
+
 int main(int n, char **words) {
     if (n != 5) return 2;
     int listening = atoi(words[1]), owner = atoi(words[2]);
     first_id = atoi(words[4]);
-    const char *folder = words[3];
+    folder = words[3];
     if (first_id < 0) become_root_of_a_namespace();
+    if (!chdir(folder)) home = open("..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     prctl(PR_SET_NAME, "sandboxes", 0, 0, 0);
     if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) || mount("sandboxes", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
         || chdir(folder) || mkdir("here", 0755) || mkdir("layers", 0755) || chdir("here")) {
@@ -406,15 +352,17 @@ int main(int n, char **words) {
     int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
     for (int number = 1; number < 32; number++)
         if (number == SIGINT || number == SIGTERM || number == SIGHUP || number == SIGPIPE) signal(number, SIG_IGN);
+    make_starters();
     poller = epoll_create1(EPOLL_CLOEXEC);
     watch(listening), watch(signals);
+    for (int i = 0; i < n_starters; i++) watch(starters[i].socket);
     if (owner >= 0) watch(owner);
     for (;;) {
         struct epoll_event events[64];
         int ready = epoll_wait(poller, events, 64, milliseconds_to_the_next_end());
         for (int i = 0; i < ready; i++) {
             int fd = events[i].data.fd;
-            if (fd == owner) end_all(folder);
+            if (fd == owner) end_all();
             else if (fd == signals) reap(signals);
             else if (fd == listening) {
                 int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
@@ -426,10 +374,10 @@ int main(int n, char **words) {
                 }
             } else {
                 int got = wire_receive(fd, &m, MSG_DONTWAIT);
-                if (!got) leave(fd);
-                else if (got > 0) serve(fd), wire_close_fds(&m);
+                if (!got) is_starter(fd) ? end_all() : leave(fd);
+                else if (got > 0) is_starter(fd) ? started() : serve(fd), wire_close_fds(&m);
             }
         }
-        if (owner < 0 && last_client && !n_clients && !n_boxes) leave_nothing(folder);
+        if (owner < 0 && last_client && !n_clients && !n_boxes) leave_nothing();
     }
 }

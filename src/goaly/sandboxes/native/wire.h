@@ -37,7 +37,7 @@ struct sandbox {
     const char *folder;   /* on which it may mount */
     const char *hostname;
     const char *bytes, *inodes;   /* of everything it writes */
-    const char **layers;  /* folders, the uppermost first */
+    const char **layers;  /* names, the uppermost first */
     int n_layers;
     const char **hidden;  /* folders of the layers that are empty inside, for everybody's use */
     int n_hidden;
