@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MOST_LABELS = 4096
 
+OWN_ROOT = "an ordinary user's sandboxes need a root folder of that user's own without mounts below it"
+
 
 class NamespaceHost(SandboxHost):
     """A client of a server of sandboxes on this host."""
@@ -90,6 +92,11 @@ class NamespaceHost(SandboxHost):
         self._live[number] = sandbox
         try:
             await sandbox.ready()
+        except SandboxUnavailable as error:
+            await sandbox.stop()
+            if os.geteuid() and origin is None:
+                raise SandboxUnavailable(f"{error}; {OWN_ROOT}, and root={spec.root} may be another one") from error
+            raise
         except BaseException:
             await sandbox.stop()
             raise
