@@ -6,13 +6,13 @@ An attempt goes on until the policy submits or a limit ends it. What it left in 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from goaly.agents.session import SessionExhausted
 from goaly.coding.calls import Calls
+from goaly.coding.command_blocks import command_blocks
 from goaly.coding.settings import CodingSettings
 from goaly.coding.tools import BASH, SCHEMAS, SUBMIT
 from goaly.generate.policy import ContextFull, PromptFillsContext
@@ -57,7 +57,6 @@ The shell stays: its folder and its variables are kept. When you are done, the b
 
 CALL_REMINDER = "Call a tool. Call `submit` when you are done."
 BLOCK_REMINDER = "Write one block of commands between ```bash and ```. When you are done, the block is `submit`."
-BLOCK = re.compile(r"^```(?:bash|sh)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 async def by_tools(asked: Sequence[Message], chat: Chat, calls: Calls, settings: CodingSettings, workdir: str) -> End:
@@ -90,7 +89,7 @@ async def by_text(asked: Sequence[Message], chat: Chat, calls: Calls, settings: 
         if isinstance(answer, End):
             return answer
         said.append(answer)
-        blocks = BLOCK.findall(answer.content or "")
+        blocks = command_blocks(answer.content or "")
         silent = 0 if len(blocks) == 1 else silent + 1
         if silent > settings.reminders:
             return End.NO_CALLS

@@ -11,7 +11,7 @@ import base64
 import pickle
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from goaly.base.telemetry.metrics import count
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 LEFT: Final = "left"
 """The mark of an attempt whose agent has ended."""
+
+GRADE: Final = "grade"
+"""The kind of the note of a grade."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,13 @@ class CodingEpisode:
             left = pickle.loads(base64.b64decode(kept))
         _note_once(chat, {"kind": "end", "how": str(left.end)})
         _note_once(chat, {"kind": "patch", "patch": left.patch})
-        if left.refused is None:
+        if (noted := _noted(chat, GRADE)) is not None:  # before an earlier worker died
+            found = grade_of(noted)
+        elif left.refused is None:
             found = await grade(workspaces, task, left.patch, left.artifacts)
         else:
             found = Grade(score=0.0, resolved=False, refused=left.refused)
-        _note_once(chat, {"kind": "grade", **graded(found)})
+        _note_once(chat, {"kind": GRADE, **graded(found)})
         counted(left.end, found)
         chat.rewarded(found.score)
         return chat.finish()
@@ -168,8 +173,13 @@ async def _close(workspaces: Workspaces) -> None:
 
 def _note_once(chat: Chat, note: Mapping[str, Any]) -> None:
     """Note what an earlier worker may have noted already."""
-    if all(one.get("kind") != note["kind"] for one in chat.notes):
+    if _noted(chat, note["kind"]) is None:
         chat.note(note)
+
+
+def _noted(chat: Chat, kind: str) -> Mapping[str, Any] | None:
+    """The note of this kind; None if there is none."""
+    return next((one for one in chat.notes if one.get("kind") == kind), None)
 
 
 def counted(end: End, found: Grade) -> None:
@@ -183,3 +193,8 @@ def counted(end: End, found: Grade) -> None:
 def graded(found: Grade) -> Mapping[str, Any]:
     """A grade as JSON, without what is absent."""
     return {key: value for key, value in asdict(found).items() if value not in (None, "", {})}
+
+
+def grade_of(note: Mapping[str, Any]) -> Grade:
+    """The grade of its note."""
+    return Grade(**{one.name: note[one.name] for one in fields(Grade) if one.name in note})

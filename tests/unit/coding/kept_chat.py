@@ -47,8 +47,8 @@ class KeptChat(ScriptedChat):
             file.write(json.dumps(record) + "\n")
 
     def note(self, note: Any) -> None:
-        self.notes.append(note)
-        self._keep("note", "", note)
+        self.notes.append({**note, "after": len(self.shown)})
+        self._keep("note", "", self.notes[-1])
 
     def mark(self, name: str, value: Any) -> None:
         self.marks[name] = value

@@ -5,6 +5,7 @@ from scripted_chat import SUBMIT, ScriptedChat, bash, block, calls, text
 
 from goaly.agents.session import SessionExhausted
 from goaly.coding.agent import BLOCK_REMINDER, CALL_REMINDER, End, by_text, by_tools
+from goaly.coding.command_blocks import command_blocks
 from goaly.coding.settings import CodingSettings
 from goaly.coding.tools import Tools
 from goaly.generate.policy import ContextFull, PromptFillsContext
@@ -65,6 +66,32 @@ async def test_a_block_may_have_several_lines_and_heredocs(sandbox: Sandbox):
     commands = "cat > a.py <<'END'\nprint('```')\nEND\npython3 a.py"
     _, chat = await attempt(by_text, sandbox, block(commands), block("submit"))
     assert chat.last == "```\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "blocks"),
+    [
+        ("```python\nprint()\n```\nrm -rf x\n```bash\nls\n```\n", ["ls\n"]),
+        ("```bash\r\nls\r\npwd\r\n```\r\n", ["ls\npwd\n"]),
+        ("````sh\necho '\n```\n'\n````", ["echo '\n```\n'\n"]),
+        ("  ```Shell title=x\n  ls\n   pwd\nid\n ```", ["ls\n pwd\nid\n"]),
+        ("```bash\n```sh\nls\n```", ["```sh\nls\n"]),
+        ("````markdown\n```bash\nrm x\n```\n````", []),
+        ("    ```bash\n    ls\n    ```", []),
+        ("```bash\nls", []),
+        ("use ```bash\nls\n```", []),
+        ("```\n```\n``` BASH\nls\n````", ["", "ls\n"]),
+        ("```bash``` is a shell\n```bash\nls\n```", ["ls\n"]),
+    ],
+)
+def test_blocks_of_commands_are_fenced_as_in_markdown(answer: str, blocks: list[str]):
+    assert command_blocks(answer) == blocks
+
+
+async def test_prose_and_blocks_of_other_languages_are_never_run(sandbox: Sandbox):
+    answer = "```python\nprint()\n```\necho prose\n```bash\necho run\n```\n"
+    end, chat = await attempt(by_text, sandbox, text(answer), block("submit"))
+    assert (end, chat.last) == (End.SUBMITTED, "run\n")
 
 
 @pytest.mark.parametrize("agent", [by_tools, by_text])

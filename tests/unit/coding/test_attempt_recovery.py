@@ -16,6 +16,7 @@ from kept_chat import KeptChat, attempted
 from scripted_chat import SUBMIT, bash, calls
 from test_coding_episode import FILES
 
+from goaly.coding import episode as module
 from goaly.coding.calls import LOST_BEGINNING
 from goaly.coding.episode import CodingEpisode
 from goaly.coding.held_sandbox import HeldSandbox
@@ -88,6 +89,14 @@ async def test_the_next_worker_grades_what_the_agent_left(folder: Path):
     assert chat.reward == 1.0
     assert chat.shown == [], "the agent had ended"
     assert [len(of_kind(chat, kind)) for kind in ("end", "patch", "grade")] == [1, 1, 1]
+
+
+async def test_a_grade_that_was_noted_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    given = asked(folder, REPAIR, SUBMIT)
+    first = await attempted(folder / "kept", **given)
+    monkeypatch.setattr(module, "grade", None)
+    chat = await attempted(folder / "kept", **given)
+    assert (chat.reward, chat.notes) == (1.0, first.notes)
 
 
 async def test_a_program_is_not_started_again(folder: Path):
