@@ -632,6 +632,11 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_one_that_fits(tp: in
         ),
         ("coding.agent=text coding.command=[codex]", "coding.command=[codex]: has no effect, coding.agent is text"),
         ("sandbox.seconds_unowned=5", "sandbox.seconds_unowned=5: has no effect, coding is null"),
+        (
+            "coding.agent=text prompts.task=null prompts.reader=goaly.coding.task_files:read_prompts "
+            "prompts.files=[nope]",
+            "prompts.files: nope does not exist",
+        ),
     ],
 )
 def test_a_coding_agent_needs_what_its_kind_asks_for(tiny_model_folder: Path, overrides: str, said: str):
@@ -639,6 +644,16 @@ def test_a_coding_agent_needs_what_its_kind_asks_for(tiny_model_folder: Path, ov
         run_config(GRPO, tiny_model_folder, *overrides.split())
     (line,) = error.value.problems
     assert line.startswith(said)
+
+
+def test_coding_tasks_need_their_reader(tiny_model_folder: Path, tmp_path: Path):
+    (tmp_path / "tasks.jsonl").write_text('{"task": "adding"}\n')
+    for path, said in (
+        (tmp_path / "tasks.jsonl", "prompts.reader=null: must be goaly.coding.task_files:read_prompts where coding is"),
+        (tmp_path, "for coding tasks prompts.reader must be goaly.coding.task_files:read_prompts"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run_config(GRPO, tiny_model_folder, "coding.agent=text", "prompts.task=null", f"prompts.files=[{path}]")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.numerics import SLICES
 from goaly.plan.host_settings import HostSettings
 from goaly.prompts.prompt import Split
-from goaly.prompts.settings import REASONING_GYM, SCORING, ChatSettings, PromptSettings, absent_files
+from goaly.prompts.settings import CODING_READER, REASONING_GYM, SCORING, ChatSettings, PromptSettings, absent_files
 from goaly.reward.settings import AdvantageSettings, RewardSettings
 from goaly.rollout.evaluation_settings import EvaluationSettings
 from goaly.rollout.settings import RolloutSettings
@@ -161,6 +161,8 @@ class RunConfig(Settings):
             yield from self.coding.problems_beside(
                 at.coding, self.chat, f"{at}chat.", self.rollout.endpoint is not None
             )
+        if self.coding is not None:
+            yield from _reader_problems(self.prompts, at.prompts)
         yield from self._device_problems(at)
         yield from self._prompt_problems(at)
         yield from self._idle_problems(at)
@@ -366,3 +368,11 @@ def config_of(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not file.exists():
         raise ConfigError([f"{run_dir}: must be the folder of a run, which has a {RUN_CONFIG}"])
     return load(RunConfig, ["--config", str(file), *overrides], prog="", description="").config
+
+
+def _reader_problems(prompts: PromptSettings, at: Section) -> Iterator[str]:
+    """One line for each source of files that are not read as coding tasks."""
+    inner = {f"{at}sources.{number}.": one for number, one in enumerate(prompts.sources)}
+    for path, one in {str(at): prompts, **inner}.items():
+        if one.files and one.reader is None:
+            yield f"{path}reader=null: must be {CODING_READER} where coding is set"

@@ -16,6 +16,8 @@ ARITHMETIC = "arithmetic"
 REASONING_GYM = "reasoning_gym"
 SCORING = "goaly.prompts.tasks.reasoning_gym:verify"
 """The verifier of its data sets' own scoring."""
+CODING_READER = "goaly.coding.task_files:read_prompts"
+"""The reader of coding tasks."""
 TASK_NAMES = (ARITHMETIC, REASONING_GYM)
 """The built-in tasks. Each has a section of its own name."""
 
@@ -194,7 +196,8 @@ def source_problems(source: Any, at: Section, tasks: Sequence[str] = TASK_NAMES)
         yield f"{at.reasoning_gym.name}: must name a data set where {at}task is {REASONING_GYM}"
     for name in files:
         if getattr(source, "reader", None) is None and not name.endswith(FILE_KINDS):
-            yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}"
+            reads = f"; for coding tasks {at}reader must be {CODING_READER}" if Path(name).is_dir() else ""
+            yield f"{at}files: {name} must end in {' or '.join(FILE_KINDS)}{reads}"
 
 
 def absent_files(settings: Any, at: Section) -> Iterator[str]:
