@@ -195,7 +195,7 @@ def measured(run_dir: Path, words: list[str], sessions: int, backend: str, kills
         "unaccounted": found["unaccounted"] + found["lost"],
         "doubled": found["doubled"] + int(sum(step.get("bench/repeated_commands", 0) for step in steps)),
         "orphans": len(runs_of(run_dir)) + sum(max(0, after[name] - count) for name, count in before.items()),
-        "utilization": round(_busy(steps) / (steps[-1]["time"] - steps[0]["time"]), 4) if len(steps) > 1 else None,
+        "utilization": round(_busy(steps) / (steps[-1]["run/seconds"] - steps[0]["run/seconds"]), 4) if len(steps) > 1 else None,
     }
 
 
