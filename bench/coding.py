@@ -195,14 +195,17 @@ def measured(run_dir: Path, words: list[str], sessions: int, backend: str, kills
         "unaccounted": found["unaccounted"] + found["lost"],
         "doubled": found["doubled"] + int(sum(step.get("bench/repeated_commands", 0) for step in steps)),
         "orphans": len(runs_of(run_dir)) + sum(max(0, after[name] - count) for name, count in before.items()),
-        "utilization": round(_busy(steps) / (steps[-1]["run/seconds"] - steps[0]["run/seconds"]), 4) if len(steps) > 1 else None,
+        "utilization": utilization(steps),
     }
 
 
-def _busy(steps: list[dict[str, Any]]) -> float:
-    """Seconds of engines that computed, between the first and the last step."""
-    values = [step["generator/busy_seconds"] for step in steps]
-    return sum(max(0.0, now - then) for then, now in pairwise(values))
+def utilization(steps: list[dict[str, Any]]) -> float | None:
+    """Busy seconds of engines over the seconds between the first and the last step."""
+    if len(steps) < 2:
+        return None
+    values = [step["generator/busy_seconds"] for step in steps]  # they begin again with a new process
+    busy = sum(max(0.0, now - then) for then, now in pairwise(values))
+    return round(busy / (steps[-1]["run/seconds"] - steps[0]["run/seconds"]), 4)
 
 
 def left() -> Mapping[str, int]:
