@@ -158,7 +158,7 @@ class Workspaces:
         for name, held in list(self._held.items()):
             if len(self._held) <= self._kept:
                 return
-            if held.users == 0 and held.prepared.done():
+            if held.users == 0 and held.prepared.done() and self._held.get(name) is held:  # others forget, too
                 del self._held[name]
                 if not _failed(held.prepared):
                     clean = held.prepared.result()

@@ -239,3 +239,16 @@ async def test_a_task_with_a_path_of_its_own_has_pytest_all_the_same(workspaces:
     task = replace(task, environment={"PATH": "/opt/own/bin:/usr/bin:/bin"})
     sandbox = await workspaces.start(task)
     assert (await said(sandbox, "echo $PATH; pytest --version")).startswith(("/opt/goaly/bin:/opt/own", "/opt/own"))
+
+
+async def test_states_that_several_callers_forget_at_once_are_forgotten_once(host: NamespaceHost, task: CodingTask):
+    workspaces = Workspaces(host, SandboxSettings(), kept=1)
+
+    async def used(number: int) -> None:
+        async with workspaces.clean(replace(task, id=f"calc-{number}")):
+            pass
+
+    for _ in range(2):
+        await asyncio.gather(*(used(number) for number in range(6)))
+    assert len(workspaces._held) == 1
+    await workspaces.close()
