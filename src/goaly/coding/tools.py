@@ -5,7 +5,9 @@ Whatever the policy does wrong is an observation that it can read. Only the sand
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import posixpath
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 from goaly.base.json_text import bounded_json
 from goaly.coding.changes import FileChanges
 from goaly.coding.settings import CodingSettings
+from goaly.coding.text_edits import CannotCall, inserted, replaced
 from goaly.sandboxes.contract import CommandResult, Entry, Limit
 from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.shell import Shell
@@ -54,10 +57,6 @@ SCHEMAS: tuple[Mapping[str, Any], ...] = (
     _schema(SUBMIT, "End the work: the files are graded as they are now."),
 )
 """The tools as JSON schemas, which the chat template renders."""
-
-
-class CannotCall(ValueError):
-    """A call that cannot be done; the policy reads why."""
 
 
 class Tools:
@@ -144,8 +143,8 @@ class Tools:
             else:
                 file = await self._file(where)
                 text = file.contents.decode(errors="surrogateescape")
-                changed, at = _replaced(text, old, new) if old is not None else _inserted(text, line or 0, new)
-                await self._sandbox.write(where, changed.encode(errors="surrogateescape"), mode=file.mode)
+                changed, at = replaced(text, old, new) if old is not None else inserted(text, line or 0, new)
+                await self._write(where, changed.encode(errors="surrogateescape"), file.mode)
                 said = f"changed {path} at line {at}"
         except (OSError, UnicodeEncodeError) as error:
             raise CannotCall(f"{path}: {getattr(error, 'strerror', None) or error}") from error
@@ -241,6 +240,17 @@ class Tools:
             raise CannotCall(f"{path} is not a file")
         return entries[0]
 
+    async def _write(self, path: str, contents: bytes, mode: int) -> None:
+        try:
+            await self._sandbox.write(path, contents, mode=mode)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            found = await self._sandbox.run(["readlink", "-f", path])  # files are not written through links
+            if not found.ok:
+                raise
+            await self._sandbox.write(os.fsdecode(found.stdout.head.removesuffix(b"\n")), contents, mode=mode)
+
     async def _create(self, path: str, contents: str) -> None:
         try:
             await self._sandbox.download(path, most_bytes=1)
@@ -277,30 +287,3 @@ def _argument(given: Mapping[str, Any], name: str, kind: type) -> Any:
         wanted = "a text" if kind is str else "a whole number"
         raise CannotCall(f"`{name}` must be {wanted}" + ("" if name in given else ", it is missing"))
     return value
-
-
-def _replaced(text: str, old: str, new: str) -> tuple[str, int]:
-    """The text with `new` in place of `old`, and the line where that is."""
-    if not old:
-        raise CannotCall("`old` is empty")
-    places, at = [], text.find(old)
-    while at >= 0 and len(places) < 10:
-        places.append(text.count("\n", 0, at) + 1)
-        at = text.find(old, at + 1)
-    if not places:
-        raise CannotCall("`old` is not in the file; it must be exactly as there, with its blanks")
-    if len(places) > 1:
-        lines = ", ".join(map(str, places))
-        raise CannotCall(f"`old` is more than once in the file, at the lines {lines}; give more of the text around it")
-    return text.replace(old, new, 1), places[0]
-
-
-def _inserted(text: str, line: int, new: str) -> tuple[str, int]:
-    """The text with `new` behind a line, and the number of its first line."""
-    *whole, last = text.split("\n")
-    lines = [*(f"{one}\n" for one in whole), *([last] if last else [])]
-    if not 0 <= line <= len(lines):
-        raise CannotCall(f"line={line}: must be from 0 to {len(lines)}, which is the file's last line")
-    if line and not lines[line - 1].endswith("\n"):
-        lines[line - 1] += "\n"
-    return "".join([*lines[:line], new if new.endswith("\n") else f"{new}\n", *lines[line:]]), line + 1

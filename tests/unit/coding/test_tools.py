@@ -108,6 +108,37 @@ async def test_an_edit_keeps_the_mode_and_bytes_that_are_no_text(opened: Open, s
     assert await sandbox.read("/tmp/work/run.sh") == b"\xff\xfe echo b\r\n"
 
 
+async def test_an_edit_of_a_link_changes_its_target(opened: Open, sandbox: Sandbox):
+    await sandbox.write("/tmp/work/deep/a.py", b"one\n", mode=0o755)
+    async with opened() as tools:
+        await tools.bash("ln -s ../deep deep/up; ln -s deep/up/a.py link; ln -s /etc/passwd other; ln -s absent none")
+        assert await tools.edit("link", "two", old="one") == "changed link at line 1"
+        assert await tools.bash("readlink link; stat -c %a deep/a.py; cat link") == "deep/up/a.py\n755\ntwo\n"
+        for link, said in (("other", "denied"), ("none", "No such file")):
+            assert said in await tools.call("edit", json.dumps({"path": link, "new": "x", "line": 0}))
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments", "after"),
+    [
+        (b"a\r\nb\r\nc\r\n", {"old": "a\nb\n", "new": "x\ny\n"}, b"x\r\ny\r\nc\r\n"),
+        (b"a\r\nb\r\n", {"old": "b", "new": "x\ny"}, b"a\r\nx\r\ny\r\n"),
+        (b"a\r\nb\r\n", {"old": "\r\nb", "new": "\nx"}, b"a\r\nx\r\n"),
+        (b"a\r\nb\r\n", {"line": 1, "new": "x\ny"}, b"a\r\nx\r\ny\r\nb\r\n"),
+        (b"a\r\nb", {"line": 2, "new": "x"}, b"a\r\nb\r\nx\r\n"),
+        (b"a\r\nb\r\nc\n", {"old": "a\nb", "new": "x\ny"}, b"x\r\ny\r\nc\n"),
+        (b"a\nb\r\nc\n", {"old": "c\n", "new": "x\ny\n"}, b"a\nb\r\nx\ny\n"),
+    ],
+)
+async def test_an_edit_keeps_the_files_line_ends(
+    opened: Open, sandbox: Sandbox, before: bytes, arguments: Any, after: bytes
+):
+    await sandbox.write("/tmp/work/a.txt", before)
+    async with opened() as tools:
+        assert "changed" in await tools.call("edit", json.dumps({"path": "a.txt", **arguments}))
+    assert await sandbox.read("/tmp/work/a.txt") == after
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
