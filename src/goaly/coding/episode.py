@@ -86,13 +86,17 @@ class CodingEpisode:
         if (noted := _noted(chat, GRADE)) is not None:  # before an earlier worker died
             found = grade_of(noted)
         elif left.refused is None:
-            found = await grade(workspaces, task, left.patch, left.artifacts)
+            found = await self.grade(workspaces, task, left)
         else:
             found = Grade(score=0.0, resolved=False, refused=left.refused)
         _note_once(chat, {"kind": GRADE, **graded(found)})
         counted(left.end, found)
         chat.rewarded(found.score)
         return chat.finish()
+
+    async def grade(self, workspaces: Workspaces, task: CodingTask, left: WorkLeft) -> Grade:
+        """The grade of what an agent left. A subclass may give another one."""
+        return await grade(workspaces, task, left.patch, left.artifacts)
 
     async def _left(
         self,

@@ -55,7 +55,12 @@ async def prepare(host: SandboxHost, task: CodingTask, spec: SandboxSpec, tools:
         await maker.set_up()
         tracked = await maker.drop_history()
         await maker.open_folders()
-        tree = FileTree(await sandbox.download(task.workdir, most_bytes=MOST_BYTES, user=user))
+        try:
+            tree = FileTree(await sandbox.download(task.workdir, most_bytes=MOST_BYTES, user=user))
+        except ValueError as error:
+            raise TaskProblem(
+                f"task {task.id}: workdir={task.workdir}: {error}; must be a folder of the task"
+            ) from None
         await maker.commit(None if tracked is None else [path for path in tracked if path in tree])
         return CleanState(
             snapshot=await sandbox.snapshot(),

@@ -63,7 +63,11 @@ class _TaskFolder:
         if without_ids:
             lists |= dict.fromkeys(("fail_to_pass", "pass_to_pass"), ())
         elif not lists["fail_to_pass"]:
-            self.wrong("task.fail_to_pass", given.get("fail_to_pass"), "the ids of at least one test")
+            self.wrong(
+                "task.fail_to_pass",
+                given.get("fail_to_pass"),
+                "the ids of at least one test; `validate --write` finds them",
+            )
         safe_to_repeat = given.get("safe_to_repeat", False)
         if not isinstance(safe_to_repeat, bool):
             self.wrong("task.safe_to_repeat", safe_to_repeat, "true or false")

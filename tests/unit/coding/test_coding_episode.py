@@ -1,6 +1,7 @@
 """An attempt at a task from its sandbox to its reward, with a policy whose answers are known."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,9 @@ from scripted_chat import SUBMIT, ScriptedChat, bash, calls
 
 from goaly.agents.gateway import Endpoint
 from goaly.coding import episode as module
-from goaly.coding.episode import CodingEpisode
+from goaly.coding.episode import CodingEpisode, WorkLeft
 from goaly.coding.settings import CodingSettings
-from goaly.coding.task import GradingFailed
+from goaly.coding.task import CodingTask, Grade, GradingFailed
 from goaly.coding.task_files import read_prompts
 from goaly.coding.workspace import Workspaces
 from goaly.environments.protocol import EnvironmentFailed
@@ -73,8 +74,8 @@ async def attempt(prompt: Prompt) -> AsyncIterator[Any]:
     """Runs the episode of these settings with these answers; its chat."""
     opened: list[CodingEpisode] = []
 
-    async def attempted(*answers: Any, **settings: Any) -> EpisodeChat:
-        episode = CodingEpisode(CodingSettings(**settings), SandboxSettings())
+    async def attempted(*answers: Any, kind: type[CodingEpisode] = CodingEpisode, **settings: Any) -> EpisodeChat:
+        episode = kind(CodingSettings(**settings), SandboxSettings())
         opened.append(episode)
         chat = EpisodeChat(*answers)
         endpoint = Endpoint(base_url="http://127.0.0.1:9/v1", api_key="key", session_id="1")
@@ -97,6 +98,15 @@ async def test_a_repaired_repository_passes_and_all_is_noted(attempt):
     assert "+    return a + b\n" in patch["patch"]
     assert (grade["score"], grade["resolved"]) == (1.0, True)
     assert grade["outcomes"] == {"tests/test_hidden.py::test_sums": "passed"}
+
+
+async def test_a_subclass_gives_its_own_grade(attempt):
+    class Halved(CodingEpisode):
+        async def grade(self, workspaces: Workspaces, task: CodingTask, left: WorkLeft) -> Grade:
+            return replace(await super().grade(workspaces, task, left), score=0.5)
+
+    chat = await attempt(REPAIR, SUBMIT, kind=Halved)
+    assert (chat.reward, chat.notes[-1]["score"], chat.notes[-1]["resolved"]) == (0.5, 0.5, True)
 
 
 async def test_a_program_of_this_hosts_files_works_and_its_change_is_graded(attempt, tmp_path: Path):

@@ -51,6 +51,15 @@ async def test_agents_start_in_one_clean_commit_with_python_pytest_and_git(works
     assert await said(sandbox, "git add -A && git commit -q -m mine && git rev-list --count HEAD") == "2\n"
 
 
+async def test_a_workdir_that_is_too_large_is_a_problem_of_the_task(
+    workspaces: Workspaces, task: CodingTask, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("goaly.coding.preparation.MOST_BYTES", 1000)
+    big = replace(task, setup=("head -c 2000 /dev/zero > big",))
+    with pytest.raises(TaskProblem, match="task calc: workdir=/repository: /repository has more than 1000 bytes"):
+        await workspaces.start(big)
+
+
 @pytest.mark.slow
 async def test_a_root_without_python_gets_this_one_with_pytest(host: NamespaceHost):
     tools = await find_tools(host, SandboxSpec(hidden=(*USERS_FOLDERS, *LIBRARIES, sys.base_prefix)), {})
