@@ -58,7 +58,7 @@ class Calls:
     async def _done(self, name: str, arguments: str) -> str:
         was_begun = self._chat.marks.get(BEGUN) == self._number
         try:
-            if name == BASH and self._tools.shell_state is None:
+            if name == BASH and not self._tools.has_shell:
                 await self._tools.open_shell()
             self._mark_shell()
             self._chat.mark(BEGUN, self._number)

@@ -18,12 +18,15 @@ from goaly.base.json_text import bounded_json
 from goaly.coding.changes import FileChanges
 from goaly.coding.settings import CodingSettings
 from goaly.coding.text_edits import CannotCall, inserted, replaced
-from goaly.sandboxes.contract import CommandResult, Entry, Limit
+from goaly.sandboxes.contract import CommandResult, Entry, Limit, SandboxDied, SandboxError
 from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.shell import Shell
 
 BASH, EDIT, SUBMIT = "bash", "edit", "submit"
 SUBMITTED = "submitted"
+SHELL_ENDED = "the shell has ended, the next command starts a new one"
+ANSWER_SECONDS = 30.0
+"""In which a sandbox that lives answers."""
 MOST_EDITED_BYTES = 1 << 23
 """Of a file that `edit` changes."""
 
@@ -102,10 +105,17 @@ class Tools:
         """Run commands in the shell; their output, cut in the middle, and how they ended."""
         if "\0" in command:
             raise CannotCall("a command must not have a zero byte")
-        if self.shell_state is None:
+        if not self.has_shell:
             await self.open_shell()
-        assert self._shell is not None
-        return await self._told(command, await self._shell.run(command, seconds=self._settings.command_seconds))
+        try:
+            if self._shell is not None:
+                ended = await self._shell.run(command, seconds=self._settings.command_seconds)
+                return await self._told(command, ended)
+        except SandboxDied:
+            if not await self._answers():
+                raise
+        self._shell = None  # something of the agent's has ended it
+        raise CannotCall(SHELL_ENDED)
 
     async def rest(self, arguments: str) -> str | None:
         """Wait for the end of a call of `bash` that runs already; None if it does not, or its end is not known."""
@@ -172,12 +182,28 @@ class Tools:
         return {"changes": changed} if changed else {}
 
     async def open_shell(self, script: str = "") -> None:
-        """Open a shell that has run this script."""
+        """Open a shell that has run this script. There is none after this if the agent's own processes end it."""
         most = 2 * (self._settings.observation_bytes // 2)
-        shell = await Shell.open(self._sandbox, output_bytes=most, cwd="/")  # the agent may have moved its workdir
-        begin = f"cd {shlex.quote(self._workdir)}\n{script}"
-        await shell.run(f"{begin}\nexec 2>&1")  # one stream, in the order in which a terminal would show it
-        self._shell = shell
+        try:
+            # the agent may have moved its workdir
+            shell = await Shell.open(self._sandbox, output_bytes=most, cwd="/", one_stream=True)
+            await shell.run(f"cd {shlex.quote(self._workdir)}\n{script}")
+            self._shell = shell
+        except SandboxDied:
+            if not await self._answers():
+                raise
+
+    async def _answers(self) -> bool:
+        """Whether the sandbox lives, whatever has become of the shell."""
+        if not self._sandbox.alive():
+            return False
+        try:
+            await self._sandbox.run(["true"], seconds=ANSWER_SECONDS)
+        except SandboxError:
+            return False
+        except OSError:  # such as too many processes
+            pass
+        return True
 
     async def end_shell(self) -> str | None:
         """End the shell; the script that brings another one into its state. None: it has jobs, and stays."""
@@ -189,6 +215,11 @@ class Tools:
         await self._shell.close()
         self._shell = None
         return script
+
+    @property
+    def has_shell(self) -> bool:
+        """Whether a shell was opened whose end the policy has not seen; it may be dead."""
+        return self._shell is not None
 
     @property
     def shell_state(self) -> list[Any] | None:
@@ -226,7 +257,7 @@ class Tools:
             notes.append(f"exit code {ended.exit_code}")
         if not self._shell.alive:
             self._shell = None
-            notes.append("the shell has ended, the next command starts a new one")
+            notes.append(SHELL_ENDED)
         if not notes and not (ended.stdout.head or ended.stdout.tail):
             notes.append("no output")
         return f"[{'; '.join(notes)}]" if notes else ""

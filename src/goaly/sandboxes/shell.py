@@ -19,21 +19,24 @@ from goaly.sandboxes.sandbox import Sandbox
 RUN, PROBE, SKIP = b"run\0", b"\0probe\0", b"\0\1skip\0"
 PROGRAM = r"""
 set -m
-count_=0
-while IFS= read -r -d '' -u 3 command_; do
-    [[ $command_ == $'\1skip' ]] || IFS= read -r -d '' -u 3 start_ || break
-    case $start_ in
-    run) eval "$command_" 3<&- 4>&- </dev/null
-        printf '= %d %d\n' "$?" "$((++count_))" >&4; jobs -p >&4; printf '\0' >&4 ;;
+exec 198>&1 199>&2
+goaly_count_=0
+while IFS= read -r -d '' -u 3 goaly_command_; do
+    [[ $goaly_command_ == $'\1skip' ]] || IFS= read -r -d '' -u 3 goaly_start_ || break
+    case $goaly_start_ in
+    run) eval "$goaly_command_" 3<&- 4>&- </dev/null >&198 2>&199 198>&- 199>&-
+        printf '= %d %d\n' "$?" "$((++goaly_count_))" >&4; jobs -p >&4; printf '\0' >&4 ;;
     probe) printf '=\0' >&4 ;;
     esac
-    start_=
+    goaly_start_=
 done
 """
+ONE_STREAM = "exec 2>&1\n"
 """With job control, each command has a process group of its own, which a timeout can end without the shell.
 
-A command is run when all of it and the word behind it have come: who adopts the shell skips one that came in part."""
-OWN = "BASH[A-Z0-9_]*|DIRSTACK|FUNCNAME|GROUPS|PIPESTATUS"
+A command is run when all of it and the word behind it have come: who adopts the shell skips one that came in part.
+Each begins with the first outputs, whatever an `exec` of an earlier one has done with its own."""
+OWN = "BASH[A-Z0-9_]*|DIRSTACK|FUNCNAME|GROUPS|PIPESTATUS|goaly_[a-z]*_"
 SAVED = rf"""
 printf 'cd %q\n' "$PWD"
 declare -p | grep -Ev '^declare -([a-zA-Z]*r[a-zA-Z]* |[^ ]* ({OWN})(=|$))'
@@ -62,10 +65,17 @@ class Shell:
 
     @classmethod
     async def open(
-        cls, sandbox: Sandbox, *, output_bytes: int = 65_536, cwd: str | None = None, user: int | None = None
+        cls,
+        sandbox: Sandbox,
+        *,
+        output_bytes: int = 65_536,
+        cwd: str | None = None,
+        user: int | None = None,
+        one_stream: bool = False,
     ) -> Self:
-        """A shell, which keeps `output_bytes` of each stream of a command. Who adopts the sandbox can go on with it."""
-        words = ["bash", "--noprofile", "--norc", "-c", PROGRAM]
+        """A shell, which keeps `output_bytes` of each stream of a command. Who adopts the sandbox can go on with it.
+        With `one_stream` errors are in the output, in the order in which a terminal would show them."""
+        words = ["bash", "--noprofile", "--norc", "-c", f"{ONE_STREAM if one_stream else ''}{PROGRAM}"]
         process = await sandbox.start(words, cwd=cwd, user=user, output_bytes=output_bytes, extra_pipes=2)
         await sandbox.keep(process)
         return cls(process)

@@ -10,6 +10,7 @@ from goaly.coding.settings import CodingSettings
 from goaly.coding.tools import Tools
 from goaly.sandboxes.contract import SandboxDied
 from goaly.sandboxes.sandbox import Sandbox
+from goaly.sandboxes.shell import Shell
 
 Open = Callable[..., Tools]
 
@@ -81,6 +82,35 @@ async def test_a_program_in_place_of_the_shell_is_ended_at_its_time(opened: Open
             "[stopped after 0.2 s; the shell has ended, the next command starts a new one]"
         )
         assert await tools.bash("echo on") == "on\n"
+
+
+async def test_a_shell_that_was_killed_between_calls_is_an_observation(opened: Open, sandbox: Sandbox):
+    async with opened() as tools:
+        await tools.bash("echo $$ > pid; NAME=lost")
+        await sandbox.run(["sh", "-c", "kill -9 $(cat /tmp/work/pid)"])
+        assert "the shell has ended, the next command starts a new one" in await tools.call("bash", '{"command": "ls"}')
+        assert await tools.bash("echo on$NAME") == "on\n"
+
+
+async def test_a_shell_that_cannot_be_opened_is_an_observation(
+    opened: Open, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+):
+    async def ended(*_: Any, **__: Any) -> Any:
+        raise SandboxDied("the shell has ended")
+
+    monkeypatch.setattr(Shell, "open", ended)
+    async with opened() as tools:
+        assert "the shell has ended" in await tools.call("bash", '{"command": "ls"}')
+        await sandbox.stop()
+        with pytest.raises(SandboxDied):
+            await tools.call("bash", '{"command": "ls"}')
+
+
+async def test_a_command_does_not_silence_or_end_the_next_one(opened: Open):
+    async with opened() as tools:
+        assert await tools.bash("exec > /dev/null 2> /dev/null; echo gone") == "[no output]"
+        assert await tools.bash("readonly command_=1 start_=1 count_=1; exec >&- 2>&-") == "[no output]"
+        assert await tools.bash("echo $command_; echo error >&2; (echo inner)") == "1\nerror\ninner\n"
 
 
 async def test_a_sandbox_that_died_is_an_error_and_no_observation(opened: Open, sandbox: Sandbox):
