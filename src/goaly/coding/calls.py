@@ -50,24 +50,46 @@ class Calls:
         elif name == SUBMIT and seen == SUBMITTED:
             self._tools.submitted = True
         self._since_files.append((name, arguments))
-        every = self._snapshot_every
-        if every is not None and len(self._since_files) >= every and not self._held.is_adopted:
+        every, is_current = self._snapshot_every, not self._held.is_adopted and self._held.behind is None
+        if every is not None and len(self._since_files) >= every and is_current:
             await self._keep_files()
         return seen
 
+    async def catch_up(self) -> None:
+        """Make the calls again that the files of a new sandbox lack."""
+        while (death := self._held.behind) is not None:
+            try:
+                with self._tools.unrecorded():
+                    for earlier in self._since_files:
+                        await self._tools.call(*earlier)
+                self._held.behind = None
+                self._chat.note({"kind": "sandbox replaced", "why": str(death), "repeated": len(self._since_files)})
+            except SandboxDied as error:
+                await self._restart(error)
+
     async def _done(self, name: str, arguments: str) -> str:
         was_begun = self._chat.marks.get(BEGUN) == self._number
-        try:
-            if name == BASH and not self._tools.has_shell:
-                await self._tools.open_shell()
-            self._mark_shell()
-            self._chat.mark(BEGUN, self._number)
-            seen = await (self._rest_of(name, arguments) if was_begun else self._tools.call(name, arguments))
-        except SandboxDied as death:
-            seen = await self._again(name, arguments, death)
+        while True:
+            try:
+                await self.catch_up()
+                seen = await self._made(name, arguments, was_begun and self._held.is_adopted)
+                break
+            except SandboxDied as death:
+                await self._restart(death)
         self._mark_shell()
         self._chat.mark(SEEN.format(self._number), seen)
         return seen
+
+    async def _made(self, name: str, arguments: str, was_begun: bool) -> str:
+        if name == BASH and not self._tools.has_shell:
+            await self._tools.open_shell()
+        self._mark_shell()
+        self._chat.mark(BEGUN, self._number)
+        self._held.keep_time()
+        return await (self._rest_of(name, arguments) if was_begun else self._tools.call(name, arguments))
+
+    async def _restart(self, death: SandboxDied) -> None:
+        self._tools.move_to(await self._held.restart(death))
 
     def _mark_shell(self) -> None:
         state = self._tools.shell_state
@@ -80,19 +102,6 @@ class Calls:
             return f"{LOST_BEGINNING}\n{seen}"
         self._chat.note({"tool": name, "arguments": arguments, "output": LOST})
         return LOST
-
-    async def _again(self, name: str, arguments: str, death: SandboxDied) -> str:
-        """Make a call in another sandbox, behind those that its files lack."""
-        while True:
-            self._tools.move_to(await self._held.restart(death))
-            try:
-                with self._tools.unrecorded():
-                    for earlier in self._since_files:
-                        await self._tools.call(*earlier)
-                self._chat.note({"kind": "sandbox replaced", "why": str(death), "repeated": len(self._since_files)})
-                return await self._tools.call(name, arguments)
-            except SandboxDied as error:
-                death = error
 
     async def _keep_files(self) -> None:
         """Keep the files as they are, unless jobs of the agent run. The shell ends for that, and the next one has its

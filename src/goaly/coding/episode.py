@@ -21,7 +21,7 @@ from goaly.coding.changes import FileChanges
 from goaly.coding.grading import grade
 from goaly.coding.held_sandbox import HeldSandbox
 from goaly.coding.patch_reader import PatchProblem
-from goaly.coding.program_agent import by_program
+from goaly.coding.program_agent import by_program, seconds_since_start
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task import CodingTask, Grade
 from goaly.coding.task_files import task_of
@@ -111,11 +111,14 @@ class CodingEpisode:
         seconds = settings.agent_seconds if settings.agent_seconds is not None else task.seconds.agent
         async with HeldSandbox(workspaces, task, context.chat, labels) as held:
             try:
-                async with asyncio.timeout(seconds) as limit:
+                used = max(held.used_before, seconds_since_start(context.chat))
+                async with asyncio.timeout(seconds - used) as limit:
                     end = await self.work(workspaces, task, prompt, context, held)
             except TimeoutError:
                 if not limit.expired():
                     raise
+                if held.behind is not None:  # its files are not the agent's
+                    raise held.behind from None
                 end = End.SECONDS
             if end is not End.SUBMITTED and settings.cut_off == "reward":
                 raise EpisodeTimeout(f"the attempt at {task.id} ended by its limit: {end}")
@@ -137,7 +140,9 @@ class CodingEpisode:
             agent = by_tools if settings.agent == "tools" else by_text
             async with Tools(held.sandbox, workdir, settings, chat.note, changes) as tools:
                 calls = Calls(tools, held, chat, settings.snapshot_every)
-                return await agent(prompt.messages, chat, calls, settings, workdir)
+                end = await agent(prompt.messages, chat, calls, settings, workdir)
+                await calls.catch_up()
+                return end
 
     async def _workspaces(self) -> Workspaces:
         died = self._opening if self._opening is not None and _has_died(self._opening) else None

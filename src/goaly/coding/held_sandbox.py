@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import logging
 import pickle
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK: Final = "sandbox"
+USED: Final = "seconds used"
 MOST_RESTARTS: Final = 3
 """Of one attempt; after that, its own commands may be what kills it."""
 
@@ -38,6 +40,11 @@ class HeldSandbox:
         self._labels = labels
         self._sandbox: Sandbox | None = None
         self._restarts = 0
+        self.used_before: float = chat.marks.get(USED, 0.0)
+        """The seconds that the agent has used in earlier workers, up to its last call."""
+        self._began = time.monotonic()
+        self.behind: SandboxError | None = None
+        """The death after which its files lack calls of the attempt; who has made them again sets it to None."""
         self._snapshots: list[FileSnapshot] = []
         """Each is made of the layers of those before it, too."""
         self.is_adopted = False
@@ -55,8 +62,12 @@ class HeldSandbox:
         if ticket is None:
             await self._start()
         else:
-            self._sandbox = await self._workspaces.host.adopt(pickle.loads(base64.b64decode(ticket)))
-            self.is_adopted = True
+            try:
+                self._sandbox = await self._workspaces.host.adopt(pickle.loads(base64.b64decode(ticket)))
+                self.is_adopted = True
+            except SandboxError as death:  # it ended with its worker, or waited too long for this one
+                await self._replace(death)
+        self._began = time.monotonic()
         return self
 
     async def __aexit__(
@@ -75,13 +86,22 @@ class HeldSandbox:
 
     async def restart(self, death: SandboxDied) -> Sandbox:
         """Another sandbox with the files of the last snapshot, or of the beginning; raises `death` if not safe."""
+        await self._replace(death)
+        return self.sandbox
+
+    def keep_time(self) -> None:
+        """Keep the time that the agent has used, for a worker that takes over."""
+        self._chat.mark(USED, round(self.used_before + time.monotonic() - self._began, 3))
+
+    async def _replace(self, death: SandboxError) -> None:
         self._restarts += 1
         if not self._task.safe_to_repeat or self._restarts > MOST_RESTARTS:
             raise death
         logger.warning("a sandbox of task %s is replaced: %s", self._task.id, death)
-        await self.sandbox.stop()
+        self.behind = death
+        if self._sandbox is not None:
+            await self._sandbox.stop()
         await self._start()
-        return self.sandbox
 
     async def _start(self) -> None:
         workspaces = self._workspaces

@@ -5,6 +5,7 @@ The episode's endpoint is at 127.0.0.1 inside, with the episode's key. The progr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 PORT: Final = 8080
 """Of the policy's address inside."""
 STARTED: Final = "program"
-"""The mark of an attempt whose program may have been started."""
+"""The mark of an attempt whose program may have been started, and when."""
 HOME: Final = "/tmp/agent"
 """HOME of the program."""
 FROM_FILE: Final = f'exec "$@" < {HOME}/{PROMPT_FILE}'
@@ -52,7 +53,8 @@ async def by_program(
             if process is None:
                 raise SandboxDied("the agent's program was started by a worker that died; how it ended is not known")
         else:
-            chat.mark(STARTED, True)  # before: a worker that takes over must not start it again
+            held.behind = None  # nothing has been done in any sandbox
+            chat.mark(STARTED, time.time())  # before: a worker that takes over must not start it again
             process = await _started(sandbox, asked(prompt, [PLACE]), endpoint, workdir, settings)
         result = await process.communicate()  # unblocked by its end, or the time limit of the attempt
     finally:
@@ -67,6 +69,12 @@ async def by_program(
     said = result.stderr.text().strip()[-4096:]
     told = f"its standard error ends with:\n{said}" if said else "its standard error is empty"
     raise ProgramFailed(f"the agent {settings.command[0]} ended with exit code {result.exit_code}; {told}")
+
+
+def seconds_since_start(chat: Chat) -> float:
+    """How long the program has been running, in all workers; 0 if it was not started."""
+    started = chat.marks.get(STARTED)
+    return 0.0 if started is None else time.time() - started
 
 
 async def _started(

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from goaly.coding.held_sandbox import HeldSandbox
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import read_prompts
 from goaly.coding.tools import Tools
+from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxSpec
 from goaly.sandboxes.server import shared_folder
 from goaly.sandboxes.settings import SandboxSettings
@@ -51,10 +53,15 @@ def asked(folder: Path, *answers: Any, **settings: Any) -> dict[str, Any]:
 
 async def killed(folder: Path, given: dict[str, Any]) -> KeptChat:
     """Run a worker until it dies, and go on in this process."""
+    await worker_dies(folder, given)
+    return await attempted(folder / "kept", **given)
+
+
+async def worker_dies(folder: Path, given: dict[str, Any]) -> None:
+    """Run a worker until it dies."""
     words = [sys.executable, "-m", "tests.unit.coding.kept_chat", str(folder / "kept"), json.dumps(given)]
     worker = await asyncio.create_subprocess_exec(*words)
     assert await asyncio.wait_for(worker.wait(), 60) == -signal.SIGKILL
-    return await attempted(folder / "kept", **given)
 
 
 def of_kind(chat: KeptChat, kind: str) -> list[Any]:
@@ -215,3 +222,48 @@ def kill_server(run: str) -> None:
         with suppress(OSError):
             if str(shared_folder(run)).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
+
+
+async def test_the_sandbox_that_died_with_its_worker_is_replaced_and_the_calls_are_repeated(folder: Path, safe: None):
+    """coding-5."""
+    running = bash("echo DIE; tail -n 1 /tmp/log")
+    given = asked(folder, LOG, LOG, running, LOG, REPAIR, SUBMIT, snapshot_every=1)
+    await worker_dies(folder, given)
+    kill_server(given["run"])
+    chat = await attempted(folder / "kept", **given)
+    assert [one[-1].content for one in chat.shown[1:5]] == ["1\n", "2\n", "DIE\n2\n", "3\n"]
+    assert (chat.reward, of_kind(chat, "sandbox replaced")[0]["repeated"]) == (1.0, 2)
+    assert sum(one.get("tool") == "bash" for one in chat.notes) == 4
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+async def test_a_sandbox_that_is_lost_after_the_last_call_is_replaced_only_where_that_is_safe(
+    folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_safe: bool
+):
+    """coding-5: the patch is never that of a sandbox without the calls."""
+    if is_safe:
+        request.getfixturevalue("safe")
+    given = asked(folder, REPAIR, SUBMIT)
+    monkeypatch.setattr(Workspaces, "patch", None)
+    with pytest.raises(TypeError):
+        await attempted(folder / "kept", **given)
+    monkeypatch.undo()
+    if not is_safe:
+        with pytest.raises(SandboxError):
+            await attempted(folder / "kept", **given)
+        return
+    assert (await attempted(folder / "kept", **given)).reward == 1.0
+
+
+async def test_the_time_limit_counts_the_time_in_earlier_workers(folder: Path):
+    chat = await attempted(folder / "kept", **asked(folder, REPAIR, SUBMIT))
+    assert chat.marks["seconds used"] > 0
+    (folder / "other").write_text('["mark", "seconds used", 21.0]\n')  # the task's limit is 20
+    chat = await attempted(folder / "other", **asked(folder, REPAIR, SUBMIT))
+    assert [one["how"] for one in of_kind(chat, "end")] == ["seconds"]
+
+
+async def test_the_time_limit_of_a_program_counts_from_its_start(folder: Path):
+    (folder / "kept").write_text(json.dumps(["mark", "program", time.time() - 21.0]) + "\n")
+    chat = await attempted(folder / "kept", **asked(folder, agent="program", command=["true"]))
+    assert [one["how"] for one in of_kind(chat, "end")] == ["seconds"]
