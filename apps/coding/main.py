@@ -1,6 +1,6 @@
 """GRPO of a coding agent: it works on repositories in sandboxes, and hidden tests grade its patch. START HERE.
 
-    python -m apps.coding.main --config configs/coding/own.yaml
+    python -m apps.coding.main --config configs/coding/qwen3_8b.yaml
 
 An episode is one attempt at a task: the agent gets a sandbox with the task's repository, works there until it submits
 or a limit ends it, and its changes are graded in another sandbox, which it has never seen. The two loops are those of

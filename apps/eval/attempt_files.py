@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
-    from goaly.rollout.attempts import Answered
+    from goaly.rollout.evaluation_attempts import Answered
 
     Sets = Mapping[str, Sequence[Answered]]
 

@@ -27,15 +27,15 @@ from goaly.reward.verifier_trial import trial
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings go to stdout, where the table belongs
 
 if TYPE_CHECKING:
-    from goaly.rollout.attempts import Answered, Verifier
     from goaly.rollout.evaluation import EvalResult
+    from goaly.rollout.evaluation_attempts import Answered, Verifier
 
 
 async def evaluation(config: EvalConfig) -> "dict[str, list[Answered]]":
     """Try the problems of every set with the policy, and score the answers."""
     from apps.eval.policy import solver
-    from goaly.rollout.attempts import attempted
     from goaly.rollout.evaluation import ProblemSets
+    from goaly.rollout.evaluation_attempts import attempted
 
     sets = ProblemSets(config.evaluation, config.prompts).chosen()
     answered = {}
@@ -62,8 +62,8 @@ async def judge(config: EvalConfig) -> "AsyncIterator[Verifier]":
 
 def results_of(config: EvalConfig, answered: "Mapping[str, list[Answered]]") -> "dict[str, EvalResult]":
     """The result of every set, and with `by` those of its parts."""
-    from goaly.rollout.attempts import summaries_by, summary
     from goaly.rollout.evaluation import warn_of_long_prompts
+    from goaly.rollout.evaluation_attempts import summaries_by, summary
 
     results = {}
     for name, answers in answered.items():

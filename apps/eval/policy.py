@@ -22,8 +22,8 @@ from goaly.generate.policy import Policy
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.settings import SamplingSettings
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.attempts import Attempt, Begun, Serve, Solve, Verifier, by_chat, by_episode, by_tokens
 from goaly.rollout.episode import EpisodeContext
+from goaly.rollout.evaluation_attempts import Attempt, Begun, Serve, Solve, Verifier, by_chat, by_episode, by_tokens
 from goaly.rollout.running_episodes import RunningEpisode
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from apps.sandboxes.served_process import ServedProcess
 from apps.sandboxes.service import HeldSandbox, SandboxService
+from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import Entry, SandboxDied
 from goaly.sandboxes.files import EntryReader, stream_of
-from goaly.sandboxes.process import Process
 from goaly.sandboxes.remote_sandbox import STDIN, VERSION, result_answer, spec_of
 from goaly.sandboxes.remote_streams import (
     copy_in,

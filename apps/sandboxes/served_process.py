@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
-from goaly.sandboxes.process import Inlet, Process, Stream
+from goaly.sandboxes.command import Inlet, Process, Stream
 from goaly.sandboxes.remote_sandbox import EXTRA, STDERR, STDIN, STDOUT
 from goaly.sandboxes.remote_wire import READY, Answer, WireCall
 

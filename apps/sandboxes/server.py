@@ -10,7 +10,7 @@ from apps.sandboxes.served_client import ServedClient
 from apps.sandboxes.service import SandboxService
 from goaly.base.access import listening
 from goaly.base.errors import RunFailed
-from goaly.sandboxes.opening import open_host
+from goaly.sandboxes.open_host import open_host
 from goaly.sandboxes.remote_http import HttpListener
 from goaly.sandboxes.remote_wire import BinarySocket
 

@@ -218,7 +218,7 @@ async def _grading(config: TasksConfig) -> AsyncIterator[tuple["Workspaces", "Gr
     """Workspaces at the host of the settings, and the function that grades there."""
     from goaly.coding.grading import grade
     from goaly.coding.workspace import Workspaces
-    from goaly.sandboxes.opening import open_host
+    from goaly.sandboxes.open_host import open_host
 
     host = await open_host(config.sandbox)
     try:

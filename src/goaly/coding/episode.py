@@ -31,7 +31,7 @@ from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext, resumable
 from goaly.rollout.running_episodes import EpisodeTimeout
 from goaly.sandboxes.contract import Entry
-from goaly.sandboxes.opening import open_host
+from goaly.sandboxes.open_host import open_host
 from goaly.sandboxes.settings import SandboxSettings
 from goaly.trajectory import Trajectory
 

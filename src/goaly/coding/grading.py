@@ -22,9 +22,9 @@ from goaly.coding.patch_apply import apply_patch
 from goaly.coding.patch_reader import PatchProblem, read_patch
 from goaly.coding.preparation import CleanState
 from goaly.coding.pytest_report import SuiteRun, judged, read_report
+from goaly.coding.python_with_pytest import RUNNER
 from goaly.coding.suite_files import suite_files
 from goaly.coding.task import CodingTask, Grade, GradingFailed, TestScript, TestSuite
-from goaly.coding.toolbox import RUNNER
 from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.contract import CommandResult, Entry, SandboxError
 from goaly.sandboxes.sandbox import Sandbox

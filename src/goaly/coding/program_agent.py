@@ -18,9 +18,9 @@ from goaly.coding.held_sandbox import HeldSandbox
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import PLACE
 from goaly.prompts.prompt import Prompt
+from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import CommandResult, Entry, Limit, SandboxDied
 from goaly.sandboxes.network import forward
-from goaly.sandboxes.process import Process
 from goaly.sandboxes.sandbox import Sandbox
 
 if TYPE_CHECKING:

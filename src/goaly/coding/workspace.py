@@ -23,8 +23,8 @@ from goaly.coding.file_tree import FileTree
 from goaly.coding.patch_reader import PatchProblem
 from goaly.coding.patch_writer import patch_of
 from goaly.coding.preparation import AGENT, CleanState, prepare
+from goaly.coding.python_with_pytest import Toolbox, find_tools
 from goaly.coding.task import CodingTask
-from goaly.coding.toolbox import Toolbox, find_tools
 from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec, SnapshotLost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.settings import SandboxSettings

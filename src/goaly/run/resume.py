@@ -1,8 +1,9 @@
-"""Resumes a run from its folder, by `--resume` or by itself after a death that it could not mend.
+"""The first steps of a run that resumes: its folder is locked, and restarts are counted.
 
-The run goes on from its newest checkpoint and its log: the trainer trains the batches after the checkpoint again, and
-the queue, the prompts and the digests go on where the log ends. `goaly.plan.resumed_settings` has the settings that may
-change.
+A run is resumed by `--resume`, or by itself after a death that it could not mend (`launch.py`). It goes on from its
+newest checkpoint and its log (`start.py`, `journal/run_log.py`): the trainer trains the batches after the checkpoint
+again, and the queue, the prompts and the digests go on where the log ends. `plan/resumed_settings.py` has the settings
+that may change.
 
     run-9: One process at a time works on a run folder.
 """

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from goaly.sandboxes.command import Inlet, Outlet, Pipe, PipeStream, Stream
 from goaly.sandboxes.contract import SandboxDied, SandboxError
-from goaly.sandboxes.process import Inlet, Outlet, Pipe, PipeStream, Stream
 
 LARGEST = 192 * 1024
 """Bytes of the fields of one request."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from goaly.sandboxes.channel import Channel, Ends
-from goaly.sandboxes.process import CHUNK, Stream
+from goaly.sandboxes.command import CHUNK, Stream
 from goaly.sandboxes.sandbox import Handler
 
 HEAD = struct.Struct("<cII")

@@ -10,6 +10,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import (
     CommandResult,
     Entry,
@@ -21,7 +22,6 @@ from goaly.sandboxes.contract import (
     SandboxSpec,
 )
 from goaly.sandboxes.files import EntryReader, stream_of
-from goaly.sandboxes.process import Process
 from goaly.sandboxes.remote_streams import RemoteInlet, RemoteOutlet, RemoteStream, send_all
 from goaly.sandboxes.remote_wire import READY, Answer, Wire, WireCall
 from goaly.sandboxes.sandbox import Handler, Sandbox

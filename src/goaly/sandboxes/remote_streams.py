@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from goaly.sandboxes.process import Stream
+from goaly.sandboxes.command import Stream
 from goaly.sandboxes.remote_wire import PART, WireCall
 
 

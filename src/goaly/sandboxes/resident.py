@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from goaly.sandboxes.channel import Channel, Ends, Message
+from goaly.sandboxes.command import Process, Stream
 from goaly.sandboxes.contract import Entry, SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.files import entries_of, stream_of
-from goaly.sandboxes.process import Process, Stream
 from goaly.sandboxes.sandbox import Sandbox
 
 OPEN_FILES = 4096

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, SandboxSpec
-from goaly.sandboxes.process import Process
 
 DEFAULTS = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

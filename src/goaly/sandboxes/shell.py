@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
+from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import CommandResult, Limit, SandboxDied
-from goaly.sandboxes.process import Process
 from goaly.sandboxes.sandbox import Sandbox
 
 RUN, PROBE, SKIP = b"run\0", b"\0probe\0", b"\0\1skip\0"

@@ -19,7 +19,7 @@ from goaly.coding.episode import CodingEpisode
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import read_prompts
 from goaly.prompts.prompt import Message
-from goaly.sandboxes.process import Stream
+from goaly.sandboxes.command import Stream
 from goaly.sandboxes.settings import SandboxSettings
 from tests.unit.coding.scripted_chat import ScriptedChat
 

@@ -16,9 +16,9 @@ from goaly.coding.file_tree import PLAIN, File, FileTree
 from goaly.coding.patch_apply import apply_patch
 from goaly.coding.patch_reader import PatchProblem, read_patch
 from goaly.coding.patch_writer import patch_of
+from goaly.coding.python_with_pytest import find_tools
 from goaly.coding.repository_files import repository_files
 from goaly.coding.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
-from goaly.coding.toolbox import find_tools
 from goaly.coding.workspace import Workspaces
 from goaly.sandboxes.contract import USERS_FOLDERS, Entry, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost

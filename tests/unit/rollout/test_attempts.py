@@ -13,8 +13,8 @@ from goaly.generate.policy import ContextFull, PromptFillsContext
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import Prompt
 from goaly.reward.verifier_process import VerifierError
-from goaly.rollout.attempts import FAILURES_IN_A_ROW, Attempt, Begun, Solution, by_episode
 from goaly.rollout.episode import EpisodeContext
+from goaly.rollout.evaluation_attempts import FAILURES_IN_A_ROW, Attempt, Begun, Solution, by_episode
 from goaly.rollout.running_episodes import Failed
 
 ATTEMPT = Attempt(prompt=Prompt(id="q1", source="s", messages=()), index=0, sampling=Sampling(), seeds="0")

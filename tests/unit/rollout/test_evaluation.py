@@ -16,8 +16,8 @@ from goaly.generate.request import PromptTooLong, Sampling
 from goaly.prompts.prompt import Prompt
 from goaly.prompts.tasks.arithmetic import addition, verify, work_out
 from goaly.prompts.tokenizer import ChatTokenizer
-from goaly.rollout.attempts import Answered, attempted, by_tokens, summaries_by, summary
 from goaly.rollout.evaluation import EvalResult, Evaluation, pass_at_k
+from goaly.rollout.evaluation_attempts import Answered, attempted, by_tokens, summaries_by, summary
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from goaly.base.errors import ConfigError
 from goaly.sandboxes.contract import Limits, SandboxUnavailable
-from goaly.sandboxes.opening import open_host
+from goaly.sandboxes.open_host import open_host
 from goaly.sandboxes.settings import PoolSettings, SandboxSettings
 
 
