@@ -233,6 +233,10 @@ def test_the_other_apps_configs_load(
     monkeypatch: pytest.MonkeyPatch,
 ):
     apps.agent.tasks.main(tmp_path / "runs/tasks")
+    (tmp_path / "runs/coding-tiny").mkdir()
+    for chats in ("copying", "demonstrations"):
+        (tmp_path / f"runs/coding-tiny/{chats}.jsonl").write_text("")
+    (tmp_path / "runs/sft-coding-copying").symlink_to(tiny_model_folder)
     monkeypatch.chdir(tmp_path)
     overrides = [] if model is None else [f"{model}={tiny_model_folder}"]
     files = [file for file in (CONFIGS / name).glob("*.yaml") if "architecture:" not in file.read_text()]

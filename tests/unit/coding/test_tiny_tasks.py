@@ -9,7 +9,7 @@ import pytest
 
 from apps.coding.tiny import READ, copying, demonstration, write_task
 from apps.coding.tiny_module import HELD_OUT_FRACTION, Module, module
-from goaly.coding.agent import BLOCK
+from goaly.coding.command_blocks import command_blocks
 from goaly.coding.grading import grade
 from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import TaskFile, TaskSettings, load, read_prompts
@@ -75,7 +75,7 @@ def demonstrated() -> Iterator[tuple[Module, list[tuple[str, str]]]]:
     for seed in range(5):
         said = demonstration(Random(seed))["messages"]
         made = module(Random(seed), Split.TRAIN)
-        commands = [BLOCK.findall(message["content"])[0] for message in said[1::2]]
+        commands = [command_blocks(message["content"])[0] for message in said[1::2]]
         yield made, list(zip(commands, [message["content"] for message in said[2::2]], strict=False))
 
 
