@@ -30,10 +30,12 @@ SMALL = SandboxSpec(limits=Limits(memory_mib=256, disk_mib=16, files=1000, proce
 
 
 def core_seconds(server: int) -> float:
-    """Seconds of cores that this process, its children, and a server with its children have used."""
+    """Seconds of cores that this process, its children, and a server with its children have used, also live ones."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
-    ticks = sum(int(field) for field in fields[11:15])
+    ticks = 0
+    for pid in (server, *Path(f"/proc/{server}/task/{server}/children").read_text().split()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(int(field) for field in fields[11:15])
     return sum(one.ru_utime + one.ru_stime for one in (own, children)) + ticks / os.sysconf("SC_CLK_TCK")
 
 
