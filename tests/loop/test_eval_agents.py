@@ -195,11 +195,11 @@ def test_settings_of_an_evaluation_elsewhere_that_cannot_work_are_told(tiny_mode
         f"path={folder}: set either path, a folder of the policy, or endpoint, an API that answers for it"
     ]
     assert EvalConfig(endpoint=elsewhere, dtype="bfloat16", episode_seconds=3.0).problems("") == [
-        "episode_seconds=3.0: has no effect, agent is null",
+        "episode_seconds=3.0: has no effect, agent and coding are null",
         "dtype=bfloat16: has no effect, the policy is at endpoint",
     ]
     assert EvalConfig(path=folder, concurrency=3).problems("") == [
-        "concurrency=3: has no effect, agent and endpoint are null"
+        "concurrency=3: has no effect, agent, coding and endpoint are null"
     ]
     assert RemoteSettings(url="127.0.0.1:1").problems("endpoint.") == [
         "endpoint.url=127.0.0.1:1: must be an address such as http://127.0.0.1:8000/v1"

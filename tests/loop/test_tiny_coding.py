@@ -40,13 +40,12 @@ def test_a_policy_works_in_sandboxes_and_is_trained_on_what_hidden_tests_say(tmp
         "apps.coding.main",
         *["--config", str(ROOT / "configs/coding/tiny.yaml"), "steps=2", "evaluation.prompts=4"],
         *[f"model.path={tmp_path / 'coding'}", f"prompts.files=[{data}/tasks]", f"run_dir={tmp_path / 'run'}"],
-        *["hosts.bind={}", "trainer.schedule.total_steps=5"],
+        *["hosts.bind={}", "trainer.schedule.total_steps=6"],
         below=tmp_path,
     )
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [step["policy_version"] for step in steps] == [1, 2]
-    log = tmp_path / "shown"
     done = ended("goaly.journal", "show", str(tmp_path / "run"), below=tmp_path, seconds=100)
     assert done.returncode == 0, done.stderr
-    log.write_text(done.stdout)
-    assert "grep -n '' m.py" in done.stdout
+    assert ">>> bash" in done.stdout  # what it called is noted, and how that was graded
+    assert ">>> grade" in done.stdout

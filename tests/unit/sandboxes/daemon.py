@@ -56,7 +56,9 @@ def dockerd(folder: Path) -> Iterator[Path]:
 
 
 def _libraries_of(path: Path) -> set[Path]:
-    said = subprocess.run(["ldd", str(path)], capture_output=True, text=True).stdout
+    said = subprocess.run(
+        ["ldd", str(path)], capture_output=True, text=True, env={}
+    ).stdout  # no library of this process
     return {Path(found) for found in re.findall(r"(/\S+) \(0x", said)}
 
 
