@@ -219,9 +219,10 @@ def left() -> Mapping[str, int]:
 
 def left_at_last(before: Mapping[str, int]) -> Mapping[str, int]:
     """What is left once sandboxes without an owner have had their time to end."""
-    until = time.monotonic() + 150.0
-    while (now := left()) != before and time.monotonic() < until:
+    until, now = time.monotonic() + 150.0, left()
+    while any(now[name] > count for name, count in before.items()) and time.monotonic() < until:
         time.sleep(1.0)
+        now = left()
     return now
 
 
