@@ -114,7 +114,7 @@ class Calls:
             self._since_files.clear()
         except SandboxDied:
             return  # the next call notices
-        except SandboxError as error:  # processes that are no jobs of the shell
+        except (SandboxError, OSError) as error:  # such as processes that are no jobs of the shell
             self._chat.note({"kind": "no snapshot", "why": str(error)})
         await self._tools.open_shell(script)
         self._mark_shell()

@@ -177,6 +177,13 @@ async def test_a_shell_with_jobs_is_not_ended_for_a_snapshot(folder: Path, safe:
     assert chat.last == "1\n"
 
 
+async def test_processes_that_are_no_jobs_of_the_shell_keep_files_from_being_kept(folder: Path, safe: None):
+    answers = [bash("setsid sleep 100 & disown; cd /usr"), bash("pwd"), SUBMIT]
+    chat = await attempted(folder / "kept", **asked(folder, *answers, snapshot_every=1))
+    assert chat.last == "/usr\n"
+    assert "still running" in of_kind(chat, "no snapshot")[0]["why"]
+
+
 async def test_the_sandbox_of_a_task_that_is_not_safe_to_repeat_is_not_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
