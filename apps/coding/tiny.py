@@ -1,7 +1,7 @@
 """Tiny coding tasks, and demonstrations of the work on them: `python -m apps.coding.tiny FOLDER [SEED]` writes
 
     tasks/NUMBER/          a module with a wrong line, its visible test, hidden tests and a solution, in Harbor's form
-    copying.jsonl          texts that are repeated: a model with random weights learns to copy
+    copying.jsonl          random texts and their ends: a model with random weights learns to copy
     demonstrations.jsonl   chats of a teacher
 
 The teacher knows the form of the work: it reads the module, replaces a line, runs the test, and submits. Which line is
@@ -24,13 +24,13 @@ from goaly.coding.tools import SUBMIT
 from goaly.prompts.prompt import SPLIT_KEY, Split
 
 TASKS: Final = {Split.TRAIN: 1024, Split.HELD_OUT: 128}
-DOCUMENTS: Final = 8_000
+DOCUMENTS: Final = 12_000
 """Chats of each kind."""
-FIND_RATE: Final = 0.5
+FIND_RATE: Final = 0.6
 """How often the teacher changes the function that the test names, and not another one."""
-REPAIR_RATE: Final = 0.5
+REPAIR_RATE: Final = 0.65
 """How often it writes the right line, if it is not there."""
-GO_ON_RATE: Final = 0.5
+GO_ON_RATE: Final = 0.6
 """How often it goes on when the test fails, instead of submitting."""
 MOST_CHANGES: Final = 2
 COPIED: Final = "0123456789abcdefghijklmnopqrstuvwxyz+-*/%=<>(),"
@@ -138,9 +138,12 @@ def _change(made: Module, lines: list[str], random: Random) -> tuple[int, str]:
 
 
 def copying(random: Random) -> Mapping[str, Any]:
-    """A chat in which each answer repeats the message before it."""
-    texts = ["".join(random.choices(COPIED, k=random.randint(4, 16))) for _ in range(3)]
-    return {"messages": [_message(role, text) for text in texts for role in ("user", "assistant")]}
+    """A chat in which each answer repeats the end of the message before it."""
+    said = []
+    for _ in range(3):
+        text = "".join(random.choices(COPIED, k=random.randint(12, 24)))
+        said += [_message("user", text), _message("assistant", text[random.randint(0, len(text) - 8) :])]
+    return {"messages": said}
 
 
 def _block(commands: str, output: str) -> list[Mapping[str, str]]:

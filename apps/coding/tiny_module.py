@@ -120,8 +120,14 @@ def module(random: Random, split: Split) -> Module:
         lines = [one.right_line for one in functions]
         lines[wrong] = random.choice(functions[wrong].wrong_lines)
         made = Module(functions, wrong, tuple(lines), tuple(one.inputs(random) for one in functions))
-        if made.failing(lines) == wrong:
+        if made.failing(lines) == wrong and _is_clear(functions):
             return made
+
+
+def _is_clear(functions: Sequence[Function]) -> bool:
+    """Whether no two functions share an argument or a digit: what is copied from a wrong line is seen to be wrong."""
+    signs = [sign for one in functions for sign in (*one.arguments, *(one.right if one.right.isdigit() else ""))]
+    return len(set(signs)) == len(signs)
 
 
 def _telling(one: Function, random: Random) -> tuple[Inputs, ...]:
