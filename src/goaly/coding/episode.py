@@ -7,8 +7,6 @@ judged, end the episode, which begins again (`rollout.episode_retries`) or fails
 from __future__ import annotations
 
 import asyncio
-import base64
-import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,7 +17,7 @@ from goaly.coding.agent import End, by_text, by_tools
 from goaly.coding.calls import Calls
 from goaly.coding.changes import FileChanges
 from goaly.coding.grading import grade
-from goaly.coding.held_sandbox import HeldSandbox
+from goaly.coding.held_sandbox import HeldSandbox, packed, unpacked
 from goaly.coding.patch_reader import PatchProblem
 from goaly.coding.program_agent import by_program, seconds_since_start
 from goaly.coding.settings import CodingSettings
@@ -78,9 +76,9 @@ class CodingEpisode:
         labels = {"task": task.id, "episode": f"{prompt.id}/{context.sample_index}"}
         if (kept := chat.marks.get(LEFT)) is None:
             left = await self._left(workspaces, task, prompt, context, labels)
-            chat.mark(LEFT, base64.b64encode(pickle.dumps(left)).decode())
+            chat.mark(LEFT, packed(left))
         else:  # an earlier worker died while it was graded
-            left = pickle.loads(base64.b64decode(kept))
+            left = unpacked(kept)
         _note_once(chat, {"kind": "end", "how": str(left.end)})
         _note_once(chat, {"kind": "patch", "patch": left.patch})
         if (noted := _noted(chat, GRADE)) is not None:  # before an earlier worker died

@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from goaly.coding.task import CodingTask
 from goaly.coding.workspace import Workspaces
@@ -28,6 +28,16 @@ MARK: Final = "sandbox"
 USED: Final = "seconds used"
 MOST_RESTARTS: Final = 3
 """Of one attempt; after that, its own commands may be what kills it."""
+
+
+def packed(value: Any) -> str:
+    """Any value as a mark, which the next worker of the same run unpacks."""
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def unpacked(mark: str) -> Any:
+    """The value of a mark of `packed`."""
+    return pickle.loads(base64.b64decode(mark))
 
 
 class HeldSandbox:
@@ -63,7 +73,7 @@ class HeldSandbox:
             await self._start()
         else:
             try:
-                self._sandbox = await self._workspaces.host.adopt(pickle.loads(base64.b64decode(ticket)))
+                self._sandbox = await self._workspaces.host.adopt(unpacked(ticket))
                 self.is_adopted = True
             except SandboxError as death:  # it ended with its worker, or waited too long for this one
                 await self._replace(death)
@@ -110,4 +120,4 @@ class HeldSandbox:
         else:
             self._sandbox = await workspaces.start(self._task, self._labels)
         self.is_adopted = False
-        self._chat.mark(MARK, base64.b64encode(pickle.dumps(self.sandbox.ticket)).decode())
+        self._chat.mark(MARK, packed(self.sandbox.ticket))

@@ -6,7 +6,7 @@ silence. No layer retries a command. A caller that is cancelled ends the command
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -96,6 +96,18 @@ class SandboxSpec:
         """`hidden`, relative to the root."""
         folders = self.hidden if self.hidden is not None else USERS_FOLDERS if self.root == Path("/") else ()
         return tuple(folder.strip("/") for folder in folders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A command as a backend starts it: nothing is left to its spec."""
+
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    cwd: str
+    user: int
+    output_bytes: int
+    extra_pipes: int
 
 
 @dataclass(frozen=True, slots=True)

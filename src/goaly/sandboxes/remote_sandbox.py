@@ -17,6 +17,7 @@ from goaly.sandboxes.contract import (
     FileSnapshot,
     Limit,
     Output,
+    Program,
     SandboxDied,
     SandboxError,
     SandboxSpec,
@@ -116,7 +117,6 @@ class RemoteSandbox(Sandbox):
         self._handlers = handlers
         """Of connections from inside, by the number of the call that listens."""
         self._why_ended: str | None = None
-        self._kept: Process | None = None
 
     async def _ask(self, op: str, **fields: Any) -> Answer:
         async with self._call(op, **fields) as call:
@@ -132,36 +132,15 @@ class RemoteSandbox(Sandbox):
         self.spec = spec
         self.ticket = RemoteTicket(self.ticket.server, self.ticket.name, spec)
 
-    async def run(
-        self,
-        command: Sequence[str] | str,
-        *,
-        stdin: bytes = b"",
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: int | None = None,
-        seconds: float = 60.0,
-        output_bytes: int = 65_536,
-    ) -> CommandResult:
-        given = {"command": command if isinstance(command, str) else list(command), "cwd": cwd, "env": dict(env or {})}
-        limits = {"user": user, "seconds": seconds, "output_bytes": output_bytes}
-        async with self._call("run", **given, **limits, stdin=bool(stdin)) as call:
+    async def _run(self, program: Program, stdin: bytes, seconds: float) -> CommandResult:
+        async with self._call("run", **_crossing(program), seconds=seconds, stdin=bool(stdin)) as call:
             if stdin:
                 await send_all(call, [stdin])
             return result_of(await call.result())
 
-    async def _start(
-        self,
-        words: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str,
-        user: int,
-        output_bytes: int,
-        extra_pipes: int,
-    ) -> Process:
-        given = {"command": list(words), "env": dict(variables), "cwd": cwd, "user": user, "kept": False}
-        call = self._call("process", **given, output_bytes=output_bytes, extra_pipes=extra_pipes)
-        return await self._connected(call, output_bytes, extra_pipes)
+    async def _start(self, program: Program) -> Process:
+        call = self._call("process", **_crossing(program), extra_pipes=program.extra_pipes, kept=False)
+        return await self._connected(call, program.output_bytes, program.extra_pipes)
 
     async def _connected(self, call: WireCall, output_bytes: int, extra_pipes: int) -> RemoteProcess:
         """The command that a call has started."""
@@ -214,10 +193,6 @@ class RemoteSandbox(Sandbox):
             with suppress(ValueError):  # this client has it already
                 self._kept = await self._connected(call, kept["output_bytes"], kept["extra_pipes"])
 
-    def kept(self) -> Process | None:
-        kept, self._kept = self._kept, None
-        return kept
-
     async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
         async with self._call("upload", to=to, user=user) as call:
             await send_all(call, stream_of(entries))
@@ -260,6 +235,12 @@ class RemoteSandbox(Sandbox):
         if self._why_ended is None:
             self._why_ended = f"sandbox {self.ticket.name} at {self.ticket.server}: {why}"
             self.ended()
+
+
+def _crossing(program: Program) -> dict[str, Any]:
+    """The fields of a call that has a command."""
+    given = {"command": list(program.words), "env": dict(program.variables)}
+    return {**given, "cwd": program.cwd, "user": program.user, "output_bytes": program.output_bytes}
 
 
 class RemotePort:

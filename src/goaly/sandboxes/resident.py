@@ -6,12 +6,12 @@ import asyncio
 import os
 import resource
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from goaly.sandboxes.channel import Channel, Ends, Message
 from goaly.sandboxes.command import Process, Stream
-from goaly.sandboxes.contract import Entry, SandboxDied, SandboxSpec, SandboxUnavailable
+from goaly.sandboxes.contract import Entry, Program, SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.files import entries_of, stream_of
 from goaly.sandboxes.sandbox import Sandbox
 
@@ -31,7 +31,6 @@ class ResidentSandbox(Sandbox):
         self._processes: dict[int, Process] = {}
         self._ends: dict[int, tuple[int, Ends]] = {}
         """The output's bound and the pipes of each command, on this side."""
-        self._kept: Process | None = None
         self._kills = self._memory_kills()
         self._channel = channel
         self._channel.on_event = self._event
@@ -47,20 +46,20 @@ class ResidentSandbox(Sandbox):
         if message[0] == "E":
             raise SandboxUnavailable(f"a sandbox did not start: {message[2][0]}")
 
-    async def _start(
-        self,
-        words: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str,
-        user: int,
-        output_bytes: int,
-        extra_pipes: int,
-    ) -> Process:
+    async def _start(self, program: Program) -> Process:
         largest = self.spec.limits.file_mib << 20
         limits = [resource.RLIMIT_CORE, 0, resource.RLIMIT_FSIZE, largest, resource.RLIMIT_NOFILE, OPEN_FILES]
-        fields = [user, user, cwd, len(limits) // 2, *limits, len(words), *words]
-        fields += [f"{key}={value}" for key, value in variables.items()]
-        return self._begin("R", fields, pipes_of_command(extra_pipes), output_bytes)
+        fields = [
+            program.user,
+            program.user,
+            program.cwd,
+            len(limits) // 2,
+            *limits,
+            len(program.words),
+            *program.words,
+        ]
+        fields += [f"{key}={value}" for key, value in program.variables.items()]
+        return self._begin("R", fields, pipes_of_command(program.extra_pipes), program.output_bytes)
 
     async def _kill(self, number: int, signal_number: int, keep: Sequence[int] | None) -> None:
         fields = ["group"] if keep is None else ["session", *keep]
@@ -131,10 +130,6 @@ class ResidentSandbox(Sandbox):
         """Make a command of an earlier owner the one that is kept."""
         self._kept = self._process(number, output_bytes, ends, ended)
         await self._kill(number, 0, None)  # of one that has ended, its end is said again
-
-    def kept(self) -> Process | None:
-        kept, self._kept = self._kept, None
-        return kept
 
     def alive(self) -> bool:
         return not self._channel.closed

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from goaly.sandboxes.command import Process
-from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, SandboxSpec
+from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, Program, SandboxSpec
 
 DEFAULTS = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -28,6 +28,7 @@ class Sandbox(ABC):
     """Names it to another process, whose host adopts it by this; it can be pickled."""
     variables: Mapping[str, str] = DEFAULTS
     """Variables of its commands that neither its spec nor their caller set."""
+    _kept: Process | None = None
     _on_end: tuple[Callable[[], None], ...] = ()
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -59,21 +60,28 @@ class Sandbox(ABC):
         """A running command: a program with its words, or a text for `sh -c`.
 
         Its extra pipes are descriptors 3 and above: it reads the first one, and writes the others."""
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        variables = {**self.variables, **self.spec.environment, **(env or {})}
-        user = self.spec.user if user is None else user
-        return await self._start(words, variables, cwd or self.spec.workdir, user, output_bytes, extra_pipes)
+        return await self._start(self._program(command, cwd, env, user, output_bytes, extra_pipes))
+
+    def _program(
+        self,
+        command: Sequence[str] | str,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        user: int | None,
+        output_bytes: int,
+        extra_pipes: int = 0,
+    ) -> Program:
+        return Program(
+            words=["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
+            variables={**self.variables, **self.spec.environment, **(env or {})},
+            cwd=cwd or self.spec.workdir,
+            user=self.spec.user if user is None else user,
+            output_bytes=output_bytes,
+            extra_pipes=extra_pipes,
+        )
 
     @abstractmethod
-    async def _start(
-        self,
-        words: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str,
-        user: int,
-        output_bytes: int,
-        extra_pipes: int,
-    ) -> Process:
+    async def _start(self, program: Program) -> Process:
         """A running program."""
 
     async def run(
@@ -88,15 +96,19 @@ class Sandbox(ABC):
         output_bytes: int = 65_536,
     ) -> CommandResult:
         """Run a command to its end, `seconds` at most. `output_bytes` of each stream are kept, head and tail."""
-        process = await self.start(command, cwd=cwd, env=env, user=user, output_bytes=output_bytes)
+        return await self._run(self._program(command, cwd, env, user, output_bytes), stdin, seconds)
+
+    async def _run(self, program: Program, stdin: bytes, seconds: float) -> CommandResult:
+        process = await self._start(program)
         return await process.communicate(stdin, seconds)
 
     async def keep(self, process: Process) -> None:  # noqa: B027
         """Let an adopter go on with this command, where the backend can; of several calls the last counts."""
 
     def kept(self) -> Process | None:
-        """The command that an earlier owner kept, with all its pipes; None if there is none."""
-        return None
+        """The command that an earlier owner kept, with all its pipes; None if there is none, or it was taken."""
+        kept, self._kept = self._kept, None
+        return kept
 
     @abstractmethod
     async def upload(self, entries: Sequence[Entry], to: str, *, user: int | None = None) -> None:
