@@ -25,17 +25,27 @@ class Stream:
         self.total = 0
         self.closed = asyncio.Event()
         """Set at its end."""
-        self.on_bytes: Callable[[bytes], None] | None = None
-        """Called with all that comes."""
+        self._on_bytes: Callable[[bytes], None] | None = None
         self._half = max(1, most // 2)
         self._head = bytearray()
         self._tail = bytearray()
 
+    @property
+    def on_bytes(self) -> Callable[[bytes], None] | None:
+        """Called with all that comes; first with what had come before it was set."""
+        return self._on_bytes
+
+    @on_bytes.setter
+    def on_bytes(self, call: Callable[[bytes], None]) -> None:
+        self._on_bytes = call
+        if came := bytes(self._head + self._tail):  # over a wire, an output may come before its reader goes on
+            call(came)
+
     def feed(self, data: bytes) -> None:
         """Take what came."""
         self.total += len(data)
-        if self.on_bytes:
-            self.on_bytes(data)
+        if self._on_bytes:
+            self._on_bytes(data)
         room = self._half - len(self._head)
         self._head += data[:room] if room > 0 else b""
         self._tail += data[room:] if room > 0 else data
@@ -113,7 +123,7 @@ class PipeStream(Stream):
 
 
 class Outlet(Protocol):
-    """What a command reads."""
+    """An input of a command."""
 
     async def write(self, data: bytes) -> None:
         """Write as fast as the command reads; BrokenPipeError if nobody reads any more."""
@@ -122,7 +132,7 @@ class Outlet(Protocol):
 
 
 class Inlet(Protocol):
-    """What a command writes beside its two streams."""
+    """An output of a command beside its two streams."""
 
     async def read(self) -> bytes:
         """The next bytes; none at the end, or when nothing is left of a command that has ended."""

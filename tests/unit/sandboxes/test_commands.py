@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from goaly.sandboxes.command import Stream
 from goaly.sandboxes.contract import Entry, Limit, SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.files import folder_entries, write_folder
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
@@ -99,6 +100,15 @@ async def test_long_commands_are_written_to_and_read_as_they_run(sandbox: Sandbo
     await process.kill()
     assert await process.ended == -9
     process.close()
+
+
+def test_a_reader_of_an_output_gets_what_came_before_it_too():
+    stream, came = Stream(100), []
+    stream.feed(b"first ")
+    stream.on_bytes = came.append
+    stream.feed(b"second")
+    assert came == [b"first ", b"second"]
+    assert stream.taken().text() == "first second"
 
 
 async def test_files_go_in_and_out_with_modes_and_links(sandbox: Sandbox, tmp_path: Path):
