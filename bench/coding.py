@@ -98,7 +98,7 @@ def settings(folder: Path, sessions: int, steps: int) -> list[str]:
 
 
 class Victims:
-    """What may be killed of a run, and its server of sandboxes."""
+    """The processes of a run that may be killed, and its server of sandboxes."""
 
     def __init__(self, run: Launched, server: "Server | None", chance: random.Random) -> None:
         self._run = run
@@ -218,7 +218,7 @@ def left() -> Mapping[str, int]:
 
 
 def left_at_last(before: Mapping[str, int]) -> Mapping[str, int]:
-    """What is left once sandboxes without an owner have had their time to end."""
+    """The numbers once sandboxes without an owner have had their time to end."""
     until, now = time.monotonic() + 150.0, left()
     while any(now[name] > count for name, count in before.items()) and time.monotonic() < until:
         time.sleep(1.0)

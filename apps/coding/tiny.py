@@ -93,7 +93,7 @@ def write_task(folder: Path, made: Module, random: Random) -> None:
 
 
 def problem_of(made: Module) -> str:
-    """What the agent is asked: a call with a wrong result."""
+    """The problem for the agent: a call with a wrong result."""
     wrong, inputs = made.functions[made.wrong], made.visible[made.wrong]
     return f"{wrong.call(inputs)} should be {wrong.value(wrong.right_line, inputs)}"
 
@@ -104,7 +104,7 @@ def change_command(one: Function, line: str) -> str:
 
 
 def test_output(made: Module, lines: list[str]) -> str:
-    """What the visible test prints with these lines, and how the agent sees that it failed."""
+    """The output of the visible test with these lines, as the agent sees it."""
     failing = made.failing(lines)
     if failing is None:
         return "ok\n"

@@ -73,7 +73,7 @@ class Function:
         return f"{self.name} of {','.join(map(str, inputs))}"
 
     def value(self, line: str, inputs: Inputs) -> int | bool | None:
-        """What this line makes of the inputs, which are above 0."""
+        """The line's result for these inputs, which are above 0."""
         returned = line.removeprefix("return ")
         return None if returned == line else eval(_compiled(returned), dict(zip(self.arguments, inputs, strict=True)))
 
@@ -93,7 +93,7 @@ class Module:
     wrong: int
     """The index of the function with the wrong line."""
     lines: tuple[str, ...]
-    """What the functions have in their last lines."""
+    """The last lines of the functions."""
     visible: tuple[Inputs, ...]
 
     def text(self, lines: Sequence[str]) -> str:

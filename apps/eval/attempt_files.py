@@ -1,4 +1,4 @@
-"""What an evaluation writes about the attempts of agents: a line for each, patches of coding agents, resolved tasks."""
+"""Files about an evaluation's attempts of agents: a line for each, patches of coding agents, resolved tasks."""
 
 from __future__ import annotations
 

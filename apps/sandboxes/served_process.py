@@ -93,7 +93,7 @@ class ServedProcess:
     def __init__(self, process: Process, shape: Mapping[str, int]) -> None:
         self.process = process
         self.shape = shape
-        """What its client needs to know of its pipes."""
+        """The facts of its pipes that its client needs."""
         self.has_client = False
         self._streams = [StreamPump(process.stdout), StreamPump(process.stderr)]
         self._inlets = [InletPump(inlet, self._streams) for inlet in process.extra_outputs]

@@ -1,4 +1,4 @@
-"""What a server of sandboxes holds for its clients: their sandboxes, and the snapshots that others start from.
+"""The sandboxes that a server holds for its clients, and the snapshots that others start from.
 
 remote-4: A sandbox has one client at most. One whose client has gone ends after its `seconds_unowned`, unless another
     client adopts it. The last client that asks gets it, because the loss of the one before may not be known yet.
@@ -58,7 +58,7 @@ class HeldSandbox:
         self.ending: asyncio.TimerHandle | None = None
         """Ends it, while it has no client."""
         self.calls: set[asyncio.Task[Any]] = set()
-        """What its client has asked of it and is not answered yet."""
+        """Its client's calls that are not answered yet."""
         self.kept: ServedProcess | None = None
         """A command with which an adopter goes on."""
         self.gone = asyncio.Event()
@@ -87,7 +87,7 @@ class HeldSnapshot:
 
 
 class SandboxService:
-    """What this server holds, for all clients."""
+    """The sandboxes and snapshots of this server, for all clients."""
 
     def __init__(self, host: SandboxHost, config: SandboxServerConfig) -> None:
         self._host = host
@@ -111,7 +111,7 @@ class SandboxService:
         return {"alive": self._capacity.taken, "most": self._capacity.most, "waiting": self._capacity.waiting}
 
     def status(self) -> dict[str, Any]:
-        """What this server has now, for people who look."""
+        """The server's state now, for people who look."""
         now = time.monotonic()
         each = [
             {

@@ -23,7 +23,7 @@ SOLUTION = "/solution"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What goes over to grading."""
+    """The patch and the artifacts that go over to grading."""
 
     patch: str
     artifacts: Sequence[Entry] = ()

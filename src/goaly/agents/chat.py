@@ -32,7 +32,7 @@ class Chat:
         self._tools = tools
         self._said: list[tuple[Message, RecordedTurn]] = []
         self._said_before = deque(turn for turn in session.turns if turn.key is None)
-        """What the same episode said in a worker that died; it says it again first."""
+        """Turns of the same episode in a worker that died; it says them again first."""
         self.was_refused = False
         """Whether `say` has raised because a limit was reached, after its last answer: the script knows of it."""
 
@@ -81,7 +81,7 @@ class Chat:
 
     @property
     def marks(self) -> Mapping[str, Any]:
-        """What `mark` keeps, also of a worker that died, if the episode is `resumable`."""
+        """The values that `mark` keeps, also of a worker that died, if the episode is `resumable`."""
         return self.session.marks
 
     def mark(self, name: str, value: Any) -> None:
@@ -106,7 +106,7 @@ class Chat:
 
     @property
     def notes(self) -> Sequence[Mapping[str, Any]]:
-        """What was noted."""
+        """The notes so far."""
         return self.session.notes
 
     @property

@@ -76,9 +76,9 @@ class Session:
         self.rewarded: set[str | None] = set()
         """The keys of the rewards that it got."""
         self.notes: list[Record] = []
-        """What the episode's script noted, for the run's log."""
+        """Notes of the episode's script, for the run's log."""
         self.marks: dict[str, Any] = {}
-        """What the script needs to go on in another worker; gone with the session."""
+        """Values by which the script goes on in another worker; gone with the session."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._sample_index = sample_index

@@ -43,7 +43,7 @@ def is_one_of(given: str, tokens: Collection[str]) -> bool:
 
 
 def token_problems(at: Section, host: str, file: str | None, variable: str) -> Iterator[str]:
-    """What is wrong with the `host` and the `tokens_file` of a server's settings."""
+    """A line for each error in the `host` and the `tokens_file` of a server's settings."""
     try:
         tokens = tokens_of(file, variable)
     except (OSError, UnicodeDecodeError) as error:

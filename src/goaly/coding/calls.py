@@ -97,7 +97,7 @@ class Calls:
             self._chat.mark(SHELL, state)
 
     async def _rest_of(self, name: str, arguments: str) -> str:
-        """What is seen of a call that an earlier worker began."""
+        """The policy's view of a call that an earlier worker began."""
         if name == BASH and (seen := await self._tools.rest(arguments)) is not None:
             return f"{LOST_BEGINNING}\n{seen}"
         self._chat.note({"tool": name, "arguments": arguments, "output": LOST})

@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 FIXTURES: Final = {"tmp_path", "capsys", "monkeypatch", "self"}
-"""What a test may ask for, beside its parameters, and be run a second time."""
+"""Fixtures that a test may ask for, beside its parameters, and be run a second time."""
 NOT_TWICE: Final = re.compile(r"\b(skip\w*|xfail|importorskip|global|return|yield|exit)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -46,7 +46,7 @@ GRADE: Final = "grade"
 
 @dataclass(frozen=True, slots=True)
 class WorkLeft:
-    """What an agent left in its sandbox."""
+    """The work of an agent, as it left it in its sandbox."""
 
     end: End
     patch: str

@@ -84,7 +84,7 @@ class FileTree(Mapping[str, File]):
         return len(self._places)
 
     def changes(self, entries: Sequence[Entry]) -> dict[str, File | None]:
-        """What an agent's files changed: new and changed files by path, None for a deleted one.
+        """The changes in an agent's files: new and changed files by path, None for a deleted one.
 
         New files that the clean `.gitignore` files ignore are left out, as `git add` leaves them out."""
         found: dict[str, File | None] = {}

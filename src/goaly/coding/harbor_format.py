@@ -65,7 +65,7 @@ _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 
 class HarborSettings(Settings):
-    """What tasks of Harbor's form get here."""
+    """How tasks of Harbor's form run here."""
 
     offline: bool = False
     """Take tasks that ask for network (`network_mode` other than no-network, or `allow_internet`), whose agents and

@@ -17,7 +17,7 @@ from goaly.sandboxes.files import clean
 
 
 def apply_patch(files: Mapping[str, File], changes: Sequence[FilePatch]) -> dict[str, File | None]:
-    """What the changes make of the files: new contents by path, None for a deleted file."""
+    """The files after the changes: new contents by path, None for a deleted file."""
     state = _Patched(files, changes)
     for change in changes:
         state.change(change)
@@ -134,7 +134,7 @@ def _place(lines: list[bytes], hunk: PatchHunk, first: int, moved: int) -> int |
 
 
 def _delta(path: str, old: bytes, delta: bytes) -> bytes:
-    """What git's binary delta makes of the old contents."""
+    """The new contents, by git's binary delta to the old ones."""
     try:
         return _undone(old, delta)
     except (IndexError, ValueError) as error:

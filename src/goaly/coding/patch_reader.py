@@ -29,7 +29,7 @@ class PatchHunk:
 
 @dataclass(slots=True)
 class FilePatch:
-    """What a patch does to one file. A path is None where the file is not there before, or not afterwards."""
+    """A patch's change of one file. A path is None where the file is not there before, or not afterwards."""
 
     old_path: str | None
     new_path: str | None

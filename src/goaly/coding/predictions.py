@@ -18,7 +18,7 @@ class PredictionProblem(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What an agent made of one task."""
+    """An agent's patch for one task."""
 
     instance_id: str
     """Id of the task."""

@@ -35,7 +35,7 @@ GIT: Final = "git -c core.hooksPath=/dev/null -c safe.directory='*' -c gc.auto=0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanState:
-    """What an agent starts from, and what its change is compared with."""
+    """The state from which an agent starts, and with which its change is compared."""
 
     snapshot: FileSnapshot
     spec: SandboxSpec

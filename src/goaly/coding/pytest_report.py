@@ -49,7 +49,7 @@ class SuiteRun:
         plugins: Sequence[str],
         pytest_settings: str,
     ) -> bytes:
-        """What the runner reads. Without a clue which tests are canaries."""
+        """The runner's input, without a clue which tests are canaries."""
         arguments = ["-c", settings, f"--rootdir={workdir}", f"--confcutdir={workdir}", "-p", "no:cacheprovider"]
         arguments += ["--continue-on-collection-errors", "--maxfail=0", "-q", "--tb=short", "--color=no"]
         for plugin in plugins:
@@ -69,7 +69,7 @@ class SuiteRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteReport:
-    """What became of each test."""
+    """The outcome of each test."""
 
     outcomes: Mapping[str, str]
     cheated: str | None

@@ -47,7 +47,7 @@ class CodingSettings(Settings):
     """Time limit of an attempt, from the first request to the policy to its last command; null is the task's own.
     Setup and grading have limits of their own, which the task names."""
     cut_off: Literal["grade", "reward"] = "grade"
-    """What becomes of an attempt that ended without `submit`, because of a limit or of answers without calls. `grade`:
+    """Treatment of an attempt that ended without `submit`, because of a limit or of answers without calls. `grade`:
     the files are graded as they stand, and the score counts. `reward`: nothing is graded, and the attempt has the
     reward of `rollout.cut_off_reward`."""
     user: NonNegativeInt = 1000

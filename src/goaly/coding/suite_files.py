@@ -23,7 +23,7 @@ STEERS_TESTS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteFiles:
-    """What a run needs beside the clean files."""
+    """Files that a run of the tests needs beside the clean ones."""
 
     changes: Mapping[str, File | None]
     """Contents by path, None for a deleted file."""

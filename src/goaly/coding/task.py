@@ -66,7 +66,7 @@ class TestScript:
     """Not a class of tests for pytest."""
 
     files: Mapping[str, bytes]
-    """What is laid into `folder`, by relative path."""
+    """Files that are laid into `folder`, by relative path."""
     folder: str = "/tests"
     command: str = "bash /tests/test.sh"
     rewards: str = "/logs/verifier"
@@ -80,7 +80,7 @@ class CodingTask:
 
     id: str
     problem: str
-    """What the agent is asked to do."""
+    """The agent's assignment."""
     tests: TestSuite | TestScript
     repository: Repository = Repository()
     workdir: str = "/repository"

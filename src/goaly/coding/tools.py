@@ -223,7 +223,7 @@ class Tools:
 
     @property
     def shell_state(self) -> list[Any] | None:
-        """What `adopt_shell` takes; None if there is no live shell."""
+        """The arguments of `adopt_shell`; None if there is no live shell."""
         return list(self._shell.state) if self._shell is not None and self._shell.alive else None
 
     def adopt_shell(self, count: int, jobs: Sequence[int]) -> None:
@@ -246,7 +246,7 @@ class Tools:
             self._record = record
 
     def _notes(self, ended: CommandResult) -> str:
-        """What the output does not say."""
+        """Facts that the output does not have."""
         assert self._shell is not None
         notes = []
         if ended.limit is Limit.TIME:

@@ -95,7 +95,7 @@ class Workspaces:
             return await self.host.start(replace(clean.spec, labels=labels or {}), origin=clean.snapshot)
 
     async def patch(self, task: CodingTask, sandbox: Sandbox) -> str:
-        """What the agent changed in its workdir; PatchProblem, which is the agent's fault, if that is too large."""
+        """The agent's changes in its workdir; PatchProblem, which is the agent's fault, if they are too large."""
         async with self.clean(task) as clean:
             entries = await _files(task, sandbox, 2 * clean.tree.bytes + MOST_NEW_BYTES)
             return await asyncio.to_thread(_patch, clean.tree, entries)

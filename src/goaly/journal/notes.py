@@ -1,4 +1,4 @@
-"""What an episode's script noted, such as the commands of a coding agent, as text behind the answers it is about."""
+"""Notes of an episode's script, such as the commands of a coding agent, as text behind the answers they are about."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

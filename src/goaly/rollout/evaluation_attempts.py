@@ -41,7 +41,7 @@ class Solution:
     tokens: int | None
     """How many tokens the policy wrote for it; None if that is not known."""
     notes: Sequence[Mapping[str, Any]] = ()
-    """What its script noted."""
+    """Notes of its script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Answered:
     rewards: tuple[float | None, ...]
     """None if the prompt left no room for an answer."""
     notes: tuple[Sequence[Mapping[str, Any]], ...] = ()
-    """What the script of each attempt noted."""
+    """Notes of the script of each attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

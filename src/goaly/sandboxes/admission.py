@@ -1,4 +1,4 @@
-"""Who may start a sandbox next: within bounds of number, memory and disk, and one task after the other.
+"""The order in which sandboxes start: within bounds of number, memory and disk, and one task after the other.
 
 Pure bookkeeping, without clocks or processes: `pool.py` tells it what happens and does what it says.
 """

@@ -1,4 +1,4 @@
-"""What a daemon of containers can do, and what it cannot keep in."""
+"""The abilities of a daemon of containers, and the bounds that it cannot keep."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What an image is made from."""
+    """The source of an image."""
 
     kind: Literal["build", "load", "import"]
     file: IO[bytes]

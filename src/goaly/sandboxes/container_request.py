@@ -1,4 +1,4 @@
-"""What the daemon is asked for: a container without rights, network and unbounded resources, which runs our program."""
+"""The request to the daemon: a container without rights, network and unbounded resources, which runs our program."""
 
 from __future__ import annotations
 

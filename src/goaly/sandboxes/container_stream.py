@@ -20,7 +20,7 @@ WINDOW = 256 * 1024
 
 
 class ByteStream(Protocol):
-    """What carries the frames."""
+    """The connection that carries the frames."""
 
     async def read(self) -> bytes: ...
 
@@ -53,7 +53,7 @@ class _End:
 
 
 class RelayedInput(_End):
-    """What a command reads."""
+    """An input of a command."""
 
     _credit = WINDOW
     _closed = False
@@ -143,7 +143,7 @@ class RelayedStream(Stream):
 
 
 class RelayedOutput(_End):
-    """What a command writes beside its two streams, or what comes by a connection."""
+    """An output of a command beside its two streams, or the bytes of a connection."""
 
     def __init__(self, channel: StreamChannel, number: int, command_ended: asyncio.Future[int] | None) -> None:
         super().__init__(channel, number, command_ended)

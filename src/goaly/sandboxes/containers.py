@@ -42,7 +42,7 @@ NEVER_STARTED_SECONDS = 600
 UNDO_SECONDS = 30.0
 """Longest wait of a cancelled start for the daemon to remove what it began; it goes on in the background."""
 STORAGE = ({"size", "inodes"}, {"size"}, set[str]())
-"""What a daemon can limit of a container's files, the best first."""
+"""Limits of a container's files that a daemon may have, the best first."""
 NO_SUCH_LIMIT = re.compile("storage|option", re.IGNORECASE)
 """In what a daemon says of a limit of files that it does not have."""
 
@@ -54,7 +54,7 @@ class ContainerHost(SandboxHost):
         self.images = Images(api, settings.parallel_builds)
         # With other drivers than overlays, the size of a container's files would be with those of its image.
         self.storage: set[str] | None = None if info["Driver"].startswith("overlay") else set()
-        """What the daemon limits of a sandbox's files: `size`, `inodes`; None before the first start."""
+        """The limits of a sandbox's files that the daemon has: `size`, `inodes`; None before the first start."""
         runtime = settings.runtime or info.get("DefaultRuntime")
         self.about = f"version {info['ServerVersion']} with {runtime}; it knows {', '.join(sorted(info['Runtimes']))}"
         """The daemon, in a few words."""

@@ -85,7 +85,7 @@ class SandboxSpec:
     seconds_to_live: float | None = None
     """It ends this long after its start, whoever owns it; None is no limit."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What it belongs to, such as its run and its episode: `python -m goaly.sandboxes list` shows them."""
+    """Names of its run, its episode or the like: `python -m goaly.sandboxes list` shows them."""
     debuggers: bool = False
     """Allow ptrace, for gdb and strace."""
     hidden: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""Who owns what sandboxes leave on a host: a process, named so that a later one with its number is not taken for it."""
+"""The owner of a sandbox's traces on a host: a process, named so that a later one with its number differs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RUN = "run"
 
 @dataclass(eq=False, slots=True)
 class WarmState:
-    """What sandboxes begin as, and those that wait ready in it."""
+    """A state in which sandboxes begin, and those that wait ready in it."""
 
     spec: SandboxSpec
     origin: FileSnapshot | None

@@ -1,4 +1,4 @@
-"""What lives of this user's sandboxes on this host, and the removal of what dead processes have left.
+"""This user's live sandboxes on this host, and the removal of leftovers of dead processes.
 
 A server ends its sandboxes and removes their control groups when nobody has it any more, however that happens. Only
 SIGKILL of the server leaves anything, or a power cut: control groups, and the server's folder. The groups' names have

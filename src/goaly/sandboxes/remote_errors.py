@@ -14,7 +14,7 @@ BUILTIN = (OSError, ValueError, TimeoutError)
 
 
 def fields_of(error: Exception) -> dict[str, Any]:
-    """What crosses of an error."""
+    """An error's part that crosses."""
     if isinstance(error, OSError) and error.errno is not None:
         return {"class": "OSError", "arguments": [error.errno, error.strerror, error.filename]}
     for known in type(error).__mro__:

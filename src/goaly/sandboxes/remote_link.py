@@ -98,7 +98,7 @@ class ServerLink:
         return sandbox
 
     async def _given(self, wire: Wire, op: str, undo: str, **fields: Any) -> Mapping[str, Any]:
-        """What a call says of the sandbox that it gave this client. A cancellation that comes too late calls `undo`."""
+        """A call's answer about the sandbox that it gave. A cancellation that comes too late calls `undo`."""
         call = wire.call(op, **fields)
 
         def give_back(answer: asyncio.Future[Answer]) -> None:

@@ -60,7 +60,7 @@ def _spec_adapter() -> TypeAdapter[SandboxSpec]:
 
 
 def spec_text(spec: SandboxSpec) -> str:
-    """What crosses of a spec."""
+    """A spec as text that crosses."""
     return _spec_adapter().dump_json(spec).decode()
 
 
@@ -70,7 +70,7 @@ def spec_of(text: str) -> SandboxSpec:
 
 
 def result_answer(result: CommandResult) -> Answer:
-    """What crosses of a command's end."""
+    """A command's end as an answer that crosses."""
     streams = (result.stdout, result.stderr)
     parts = [part for stream in streams for part in (stream.head, stream.tail)]
     fields = {

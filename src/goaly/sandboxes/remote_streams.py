@@ -49,7 +49,7 @@ class RemoteStream(Stream):
 
 
 class RemoteOutlet:
-    """What a command at the other side reads."""
+    """An input of a command at the other side."""
 
     def __init__(self, call: WireCall, pipe: int) -> None:
         self._call = call
@@ -64,7 +64,7 @@ class RemoteOutlet:
 
 
 class RemoteInlet:
-    """What a command at the other side writes beside its two streams."""
+    """An output of a command at the other side beside its two streams."""
 
     def __init__(self, call: WireCall, pipe: int) -> None:
         self._call = call

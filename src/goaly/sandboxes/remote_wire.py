@@ -50,7 +50,7 @@ class BinarySocket(Protocol):
 
 
 class Answer(NamedTuple):
-    """What a call came to."""
+    """The answer of a call."""
 
     fields: Mapping[str, Any]
     blob: bytes = b""
@@ -69,7 +69,7 @@ class WireCall:
         self.blob = blob
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.takers: dict[int, Callable[[bytes], None]] = {}
-        """What takes the bytes of a pipe as they come; those of others wait for `receive`."""
+        """A taker of a pipe's bytes as they come; those of others wait for `receive`."""
         self._wire = wire
         self._changed = asyncio.Event()
         self._room: dict[int, int] = defaultdict(lambda: WINDOW)
