@@ -14,9 +14,9 @@ from goaly.coding.agent import End
 from goaly.coding.calls import Calls
 from goaly.coding.episode import CodingEpisode
 from goaly.coding.held_sandbox import HeldSandbox
-from goaly.coding.task import CodingTask
 from goaly.coding.tools import BASH, SUBMIT, Tools
 from goaly.coding.workspace import Workspaces
+from goaly.grading.task import CodingTask
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.episode import EpisodeContext

@@ -25,11 +25,11 @@ from goaly.base.atomic_files import put_file, writing
 from goaly.base.config import load as load_config
 from goaly.base.config.settings import Settings
 from goaly.base.errors import ConfigError
-from goaly.coding.harbor_format import CONFIG, is_harbor
 from goaly.coding.predictions import PredictionProblem, read_predictions
-from goaly.coding.task import CodingTask, GradingFailed, TaskProblem, TestScript
 from goaly.coding.task_files import TaskFile, TaskSettings, kept_lines, load
-from goaly.coding.task_folder import read_task
+from goaly.grading.harbor_format import CONFIG, is_harbor
+from goaly.grading.task import CodingTask, GradingFailed, TaskProblem, TestScript
+from goaly.grading.task_folder import read_task
 from goaly.sandboxes.contract import SandboxError
 from goaly.sandboxes.settings import SandboxSettings
 

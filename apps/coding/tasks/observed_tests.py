@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from goaly.coding.patch_apply import apply_patch
-from goaly.coding.patch_reader import read_patch
-from goaly.coding.task import CodingTask, TaskProblem, TestSuite
 from goaly.coding.workspace import Workspaces
+from goaly.grading.patch_apply import apply_patch
+from goaly.grading.patch_reader import read_patch
+from goaly.grading.task import CodingTask, TaskProblem, TestSuite
 from goaly.sandboxes.contract import Entry
 
 FOLDER: Final = "/tmp/goaly_observed"

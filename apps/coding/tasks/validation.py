@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from goaly.coding.patch_reader import PatchProblem
-from goaly.coding.task import CodingTask, Grade, GradingFailed, TaskProblem, TestScript
 from goaly.coding.task_files import TaskFile
 from goaly.coding.workspace import Workspaces
+from goaly.grading.patch_reader import PatchProblem
+from goaly.grading.task import CodingTask, Grade, GradingFailed, TaskProblem, TestScript
 from goaly.sandboxes.contract import Entry, SandboxError
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
-"""Coding tasks: a repository in a sandbox, an agent that changes it, and hidden tests that judge the change.
+"""Coding agents: one works on a task in a sandbox, and hidden tests judge what it changed.
 
-`task.py` has the records. `workspace.py` prepares a task's sandbox, `grading.py` judges a patch in a fresh one, the
-files `*_format.py` read tasks as others publish them, `tools.py` and `agent.py` are the agent that works.
+`task_files.py` finds tasks and makes prompts of them, `workspace.py` keeps their clean states, `tools.py` and
+`agent.py` are the agent that works, and `episode.py` is one attempt.
 """

@@ -1,4 +1,4 @@
-"""The tool calls of an attempt: each is made once, whoever dies meanwhile (coding-5).
+"""The tool calls of an attempt: each is made once, whoever dies meanwhile (coding-3).
 
 What the policy saw of each call is in the marks of its chat. A worker that takes over says the same again from there,
 waits for the command that was running, and goes on.

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from goaly.coding.file_tree import File, FileTree
-from goaly.coding.patch_writer import patch_of
+from goaly.grading.file_tree import File, FileTree
+from goaly.grading.patch_writer import patch_of
 from goaly.sandboxes.contract import Entry
 from goaly.sandboxes.sandbox import Sandbox
 

@@ -18,13 +18,13 @@ from goaly.coding.calls import Calls
 from goaly.coding.changes import FileChanges
 from goaly.coding.grading import grade
 from goaly.coding.held_sandbox import HeldSandbox, packed, unpacked
-from goaly.coding.patch_reader import PatchProblem
 from goaly.coding.program_agent import by_program, seconds_since_start
 from goaly.coding.settings import CodingSettings
-from goaly.coding.task import CodingTask, Grade
 from goaly.coding.task_files import task_of
 from goaly.coding.tools import Tools
 from goaly.coding.workspace import Workspaces
+from goaly.grading.patch_reader import PatchProblem
+from goaly.grading.task import CodingTask, Grade
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.episode import EpisodeContext, resumable
 from goaly.rollout.running_episodes import EpisodeTimeout
@@ -59,7 +59,7 @@ class WorkLeft:
 class CodingEpisode:
     """The episode of a coding agent, as `apps.coding.main` runs it. The first one opens the host of sandboxes.
 
-    One that goes on in another worker adopts its sandbox (coding-5): the workers of a host share its server.
+    One that goes on in another worker adopts its sandbox (coding-3): the workers of a host share its server.
     """
 
     def __init__(self, settings: CodingSettings, sandboxes: SandboxSettings) -> None:

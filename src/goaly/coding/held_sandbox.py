@@ -1,6 +1,6 @@
 """The sandbox of an attempt, which outlives the worker of the attempt, and is replaced when it dies where that is safe.
 
-coding-5: nothing runs twice. A worker that takes over adopts the sandbox; one that died is replaced by another, in an
+coding-3: nothing runs twice. A worker that takes over adopts the sandbox; one that died is replaced by another, in an
     earlier state of its files, only for tasks that are `safe_to_repeat`, and the calls since then are made again.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from goaly.coding.task import CodingTask
 from goaly.coding.workspace import Workspaces
+from goaly.grading.task import CodingTask
 from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError
 from goaly.sandboxes.sandbox import Sandbox
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from goaly.base.config.settings import Section, Settings
 from goaly.base.config.wording import show
-from goaly.coding.harbor_format import CONFIG, HarborSettings, id_of, is_harbor, read_harbor, summary_of
-from goaly.coding.swe_format import KEPT, SweSettings, read_row
-from goaly.coding.task import CodingTask, TaskProblem
-from goaly.coding.task_folder import read_task
+from goaly.grading.harbor_format import CONFIG, HarborSettings, id_of, is_harbor, read_harbor, summary_of
+from goaly.grading.swe_format import KEPT, SweSettings, read_row
+from goaly.grading.task import CodingTask, TaskProblem
+from goaly.grading.task_folder import read_task
 from goaly.prompts.prompt import Message, Prompt
 from goaly.prompts.settings import FILE_KINDS
 

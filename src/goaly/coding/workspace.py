@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from goaly.coding.file_tree import FileTree
-from goaly.coding.patch_reader import PatchProblem
-from goaly.coding.patch_writer import patch_of
-from goaly.coding.preparation import AGENT, CleanState, prepare
-from goaly.coding.python_with_pytest import Toolbox, find_tools
-from goaly.coding.task import CodingTask
+from goaly.grading.file_tree import FileTree
+from goaly.grading.patch_reader import PatchProblem
+from goaly.grading.patch_writer import patch_of
+from goaly.grading.preparation import AGENT, CleanState, prepare
+from goaly.grading.python_with_pytest import Toolbox, find_tools
+from goaly.grading.task import CodingTask
 from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec, SnapshotLost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.settings import SandboxSettings

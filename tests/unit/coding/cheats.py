@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from goaly.coding.file_tree import LINK, PLAIN, File
+from goaly.grading.file_tree import LINK, PLAIN, File
 
 WRONG = "\n\ndef add(a, b):\n    return a - b\n"
 PASSES = "def test_adds(): pass\ndef test_adds_more(): pass\nclass TestOld:\n    def test_unit(self): pass\n"

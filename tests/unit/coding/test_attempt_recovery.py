@@ -69,7 +69,7 @@ def of_kind(chat: KeptChat, kind: str) -> list[Any]:
 
 
 async def test_the_next_worker_waits_for_the_command_that_was_running_and_goes_on(folder: Path):
-    """coding-5."""
+    """coding-3."""
     running = bash("echo two >> /tmp/log; echo DIE; sleep 0.3; echo rest; (exit 3)")
     chat = await killed(folder, asked(folder, REPAIR, STATE, running, SEEN, SUBMIT))
     seen = [one[-1].content for one in chat.shown]
@@ -82,7 +82,7 @@ async def test_the_next_worker_waits_for_the_command_that_was_running_and_goes_o
 async def test_what_an_earlier_worker_did_is_in_no_snapshot_of_an_earlier_state(
     folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """coding-5: nothing is repeated on top of itself, and the command that runs is not ended."""
+    """coding-3: nothing is repeated on top of itself, and the command that runs is not ended."""
     running = bash("echo DIE; sleep 0.3; echo $(($(wc -l < /tmp/log) + 1)) >> /tmp/log; tail -n 1 /tmp/log")
     Killing(monkeypatch, 1)  # the first call that the next worker makes
     chat = await killed(folder, asked(folder, LOG, LOG, LOG, running, LOG, SUBMIT, snapshot_every=2))
@@ -155,7 +155,7 @@ def safe(folder: Path) -> None:
 async def test_a_sandbox_that_dies_is_replaced_in_its_last_state_and_the_calls_since_then_are_repeated(
     folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch, every: int | None, repeated: int
 ):
-    """coding-5."""
+    """coding-3."""
     killing = Killing(monkeypatch, 4)
     chat = await sees(folder, 5, snapshot_every=every)
     assert [one[-1].content for one in chat.shown[1:]] == [f"{number}\n" for number in range(1, 6)]
@@ -187,7 +187,7 @@ async def test_processes_that_are_no_jobs_of_the_shell_keep_files_from_being_kep
 async def test_the_sandbox_of_a_task_that_is_not_safe_to_repeat_is_not_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """coding-5."""
+    """coding-3."""
     killing = Killing(monkeypatch, 2)
     with pytest.raises(SandboxDied):
         await sees(folder, 3)
@@ -232,7 +232,7 @@ def kill_server(run: str) -> None:
 
 
 async def test_the_sandbox_that_died_with_its_worker_is_replaced_and_the_calls_are_repeated(folder: Path, safe: None):
-    """coding-5."""
+    """coding-3."""
     running = bash("echo DIE; tail -n 1 /tmp/log")
     given = asked(folder, LOG, LOG, running, LOG, REPAIR, SUBMIT, snapshot_every=1)
     await worker_dies(folder, given)
@@ -247,7 +247,7 @@ async def test_the_sandbox_that_died_with_its_worker_is_replaced_and_the_calls_a
 async def test_a_sandbox_that_is_lost_after_the_last_call_is_replaced_only_where_that_is_safe(
     folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_safe: bool
 ):
-    """coding-5: the patch is never that of a sandbox without the calls."""
+    """coding-3: the patch is never that of a sandbox without the calls."""
     if is_safe:
         request.getfixturevalue("safe")
     given = asked(folder, REPAIR, SUBMIT)

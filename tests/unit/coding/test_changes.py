@@ -5,7 +5,7 @@ import pytest_asyncio
 
 from goaly.coding import changes as module
 from goaly.coding.changes import FileChanges
-from goaly.coding.file_tree import FileTree
+from goaly.grading.file_tree import FileTree
 from goaly.sandboxes.sandbox import Sandbox
 
 WORKDIR = "/tmp/work"

@@ -1,4 +1,4 @@
-"""Cheats score 0 (coding-3), each in a real grading. The cheats themselves are in `cheats.py`.
+"""Cheats score 0 (grading-1), each in a real grading. The cheats themselves are in `cheats.py`.
 
 All are graded at once in one host: most of a grading is waiting for processes.
 """
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.file_tree import PLAIN, File
 from goaly.coding.grading import grade
-from goaly.coding.patch_writer import patch_of
-from goaly.coding.task import CodingTask, Grade, Repository, TaskSeconds, TestSuite
 from goaly.coding.workspace import Workspaces
+from goaly.grading.file_tree import PLAIN, File
+from goaly.grading.patch_writer import patch_of
+from goaly.grading.task import CodingTask, Grade, Repository, TaskSeconds, TestSuite
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.settings import SandboxSettings
 from tests.unit.coding.cheats import ALL, IN_PROCESS, REFUSED, REPRESENTATIVE, SKIPS, WITHOUT_EFFECT, WRONG, code

@@ -13,10 +13,10 @@ from goaly.agents.gateway import Endpoint
 from goaly.coding import episode as module
 from goaly.coding.episode import CodingEpisode, WorkLeft
 from goaly.coding.settings import CodingSettings
-from goaly.coding.task import CodingTask, Grade, GradingFailed
 from goaly.coding.task_files import read_prompts
 from goaly.coding.workspace import Workspaces
 from goaly.environments.protocol import EnvironmentFailed
+from goaly.grading.task import CodingTask, Grade, GradingFailed
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.running_episodes import EpisodeTimeout
 from goaly.sandboxes.contract import SandboxDied, SandboxUnavailable

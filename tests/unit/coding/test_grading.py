@@ -1,4 +1,4 @@
-"""Grades of honest patches, in real sandboxes (coding-3), and failures that are no grades (coding-4)."""
+"""Grades of honest patches, in real sandboxes (grading-1), and failures that are no grades (grading-2)."""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.file_tree import EXECUTABLE, PLAIN, File
 from goaly.coding.grading import grade
-from goaly.coding.patch_writer import patch_of
-from goaly.coding.task import CodingTask, Grade, GradingFailed, Repository, TaskSeconds, TestScript, TestSuite
 from goaly.coding.workspace import Workspaces
+from goaly.grading.file_tree import EXECUTABLE, PLAIN, File
+from goaly.grading.patch_writer import patch_of
+from goaly.grading.task import CodingTask, Grade, GradingFailed, Repository, TaskSeconds, TestScript, TestSuite
 from goaly.sandboxes.contract import Entry, Limits, SandboxUnavailable
 from goaly.sandboxes.sandbox import Sandbox
 from tests.unit.coding.conftest import folder_of

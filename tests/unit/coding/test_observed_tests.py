@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apps.coding.tasks.observed_tests import observed_tests, with_ids
-from goaly.coding.task import TaskProblem
-from goaly.coding.task_folder import read_task
 from goaly.coding.workspace import Workspaces
-from tests.unit.coding.own_folders import FAIL_TO_PASS, PASS_TO_PASS, write_own
+from goaly.grading.task import TaskProblem
+from goaly.grading.task_folder import read_task
+from tests.unit.grading.own_folders import FAIL_TO_PASS, PASS_TO_PASS, write_own
 
 
 async def test_tests_that_the_solution_mends_and_keeps_are_found(workspaces: Workspaces, tmp_path: Path) -> None:

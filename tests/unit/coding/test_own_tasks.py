@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.file_tree import FileTree
 from goaly.coding.grading import grade
-from goaly.coding.patch_apply import apply_patch
-from goaly.coding.patch_reader import read_patch
-from goaly.coding.repository_files import repository_files
-from goaly.coding.task import CodingTask, TestSuite
-from goaly.coding.task_folder import read_tasks
 from goaly.coding.workspace import Workspaces
+from goaly.grading.file_tree import FileTree
+from goaly.grading.patch_apply import apply_patch
+from goaly.grading.patch_reader import read_patch
+from goaly.grading.repository_files import repository_files
+from goaly.grading.task import CodingTask, TestSuite
+from goaly.grading.task_folder import read_tasks
 
 FOLDER = Path(__file__).parents[3] / "apps/coding/tasks"
 TASKS = read_tasks(FOLDER)

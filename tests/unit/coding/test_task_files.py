@@ -7,15 +7,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from goaly.coding.swe_format import SweSettings
-from goaly.coding.task import TaskProblem
 from goaly.coding.task_files import PLACE, TaskSettings, kept_lines, load, read_prompts, task_of
+from goaly.grading.swe_format import SweSettings
+from goaly.grading.task import TaskProblem
 from goaly.prompts.mixture import distinct_prompts, empty_split, prompt_mixture, unreadable
 from goaly.prompts.prompt import Split
 from goaly.prompts.settings import PromptSettings
-from tests.unit.coding.harbor_folders import write_harbor
-from tests.unit.coding.own_folders import write_own
-from tests.unit.coding.swe_rows import row, write_rows
+from tests.unit.grading.harbor_folders import write_harbor
+from tests.unit.grading.own_folders import write_own
+from tests.unit.grading.swe_rows import row, write_rows
 
 SETTINGS = TaskSettings(swe=SweSettings(image="{id}"))
 READER = "goaly.coding.task_files:read_prompts"

@@ -8,9 +8,9 @@ import pytest
 
 from apps.coding.tasks.__main__ import main
 from goaly.coding.predictions import Prediction, write_predictions
-from tests.unit.coding.harbor_folders import CONFIG, write_harbor
-from tests.unit.coding.own_folders import FAIL_TO_PASS, PASS_TO_PASS, SOLUTION, write_own
-from tests.unit.coding.swe_rows import row, write_rows
+from tests.unit.grading.harbor_folders import CONFIG, write_harbor
+from tests.unit.grading.own_folders import FAIL_TO_PASS, PASS_TO_PASS, SOLUTION, write_own
+from tests.unit.grading.swe_rows import row, write_rows
 
 
 def test_list_shows_each_task_and_keeps_those_that_can_be_used(

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from apps.coding.tasks.validation import Attempt, SolutionFailed, Verdict, solution_of, validate
-from goaly.coding.task import CodingTask, Grade, GradingFailed
 from goaly.coding.task_files import TaskFile, TaskSettings, load
 from goaly.coding.workspace import Workspaces
+from goaly.grading.task import CodingTask, Grade, GradingFailed
 from goaly.sandboxes.contract import SandboxDied
-from tests.unit.coding.harbor_folders import CONFIG, write_harbor
-from tests.unit.coding.own_folders import SOLUTION, write_own
+from tests.unit.grading.harbor_folders import CONFIG, write_harbor
+from tests.unit.grading.own_folders import SOLUTION, write_own
 
 
 def score(value: float, **more: object) -> Grade:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.file_tree import PLAIN, File, FileTree
-from goaly.coding.patch_apply import apply_patch
-from goaly.coding.patch_reader import PatchProblem, read_patch
-from goaly.coding.patch_writer import patch_of
-from goaly.coding.python_with_pytest import find_tools
-from goaly.coding.repository_files import repository_files
-from goaly.coding.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
 from goaly.coding.workspace import Workspaces
+from goaly.grading.file_tree import PLAIN, File, FileTree
+from goaly.grading.patch_apply import apply_patch
+from goaly.grading.patch_reader import PatchProblem, read_patch
+from goaly.grading.patch_writer import patch_of
+from goaly.grading.python_with_pytest import find_tools
+from goaly.grading.repository_files import repository_files
+from goaly.grading.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
 from goaly.sandboxes.contract import USERS_FOLDERS, Entry, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.sandbox import Sandbox
@@ -54,7 +54,7 @@ async def test_agents_start_in_one_clean_commit_with_python_pytest_and_git(works
 async def test_a_workdir_that_is_too_large_is_a_problem_of_the_task(
     workspaces: Workspaces, task: CodingTask, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("goaly.coding.preparation.MOST_BYTES", 1000)
+    monkeypatch.setattr("goaly.grading.preparation.MOST_BYTES", 1000)
     big = replace(task, setup=("head -c 2000 /dev/zero > big",))
     with pytest.raises(TaskProblem, match="task calc: workdir=/repository: /repository has more than 1000 bytes"):
         await workspaces.start(big)

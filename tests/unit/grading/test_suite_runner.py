@@ -1,6 +1,6 @@
 """The program that runs a suite inside of a sandbox."""
 
-from goaly.coding.suite_runner import PathAfterTheStandardLibrary
+from goaly.grading.suite_runner import PathAfterTheStandardLibrary
 
 
 def test_what_a_test_puts_before_the_path_it_can_take_away_again():

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.coding.swe_format import KNOWN, SweSettings, read_row
-from goaly.coding.task import CodingTask, TaskProblem
-from goaly.coding.task import TestSuite as Suite
-from tests.unit.coding.swe_rows import PATCH, TEST_PATCH, row
+from goaly.grading.swe_format import KNOWN, SweSettings, read_row
+from goaly.grading.task import CodingTask, TaskProblem
+from goaly.grading.task import TestSuite as Suite
+from tests.unit.grading.swe_rows import PATCH, TEST_PATCH, row
 
 IMAGES = SweSettings(image="Swebench/sweb.eval.x86_64.{owner}_1776_{name}")
 

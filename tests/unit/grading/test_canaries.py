@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from goaly.coding.canaries import with_canary
+from goaly.grading.canaries import with_canary
 
 CLASSES = """import unittest
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from goaly.base.config.settings import Settings
 from goaly.base.config.wording import show
-from goaly.coding.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestScript
+from goaly.grading.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestScript
 from goaly.sandboxes.contract import Limits
 
 CONFIG, INSTRUCTION, ENVIRONMENT = "task.toml", "instruction.md", "environment"

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from goaly.coding.file_tree import FileTree
+from goaly.grading.file_tree import FileTree
 from goaly.sandboxes.contract import Entry
 
 FILES = {f"{name}.txt": str(name).encode() * (50 + name) for name in range(200)}

@@ -8,7 +8,7 @@ import zlib
 from base64 import b85decode
 from dataclasses import dataclass, field
 
-from goaly.coding.patch_writer import ESCAPES, lines_of
+from goaly.grading.patch_writer import ESCAPES, lines_of
 
 HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 

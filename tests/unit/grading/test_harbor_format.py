@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.harbor_format import HarborSettings, read_harbor
-from goaly.coding.task import TaskProblem, TaskSeconds
-from goaly.coding.task import TestScript as Script
+from goaly.grading.harbor_format import HarborSettings, read_harbor
+from goaly.grading.task import TaskProblem, TaskSeconds
+from goaly.grading.task import TestScript as Script
 from goaly.sandboxes.contract import Limits
-from tests.unit.coding.harbor_folders import CONFIG, FILES, write_harbor
+from tests.unit.grading.harbor_folders import CONFIG, FILES, write_harbor
 
 
 def test_a_folder_becomes_a_task(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from goaly.coding.ignored_files import IgnoreRules
+from goaly.grading.ignored_files import IgnoreRules
 from goaly.sandboxes.contract import Entry
 
 IN_MEMORY: Final = 1 << 20

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from goaly.coding.file_tree import File
+from goaly.grading.file_tree import File
 
 TOML: Final = ("pytest.toml", ".pytest.toml")
 INI: Final = ("pytest.ini", ".pytest.ini")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from goaly.coding.task import TaskProblem, TestSuite
-from goaly.coding.task_folder import read_task, read_tasks
+from goaly.grading.task import TaskProblem, TestSuite
+from goaly.grading.task_folder import read_task, read_tasks
 from goaly.sandboxes.contract import Limits
 
 TOML = """

@@ -21,9 +21,9 @@ from typing import Any
 
 from goaly.base.config.settings import Section, Settings
 from goaly.base.config.wording import show
-from goaly.coding.patch_reader import read_patch
-from goaly.coding.reverse_patch import reversed_patch
-from goaly.coding.task import CodingTask, Repository, TaskProblem, TestSuite
+from goaly.grading.patch_reader import read_patch
+from goaly.grading.reverse_patch import reversed_patch
+from goaly.grading.task import CodingTask, Repository, TaskProblem, TestSuite
 from goaly.sandboxes.sandbox import DEFAULTS
 
 IMAGE_COLUMNS = ("docker_image", "image_name", "image")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from goaly.coding.file_tree import PLAIN, File
-from goaly.coding.pytest_report import SuiteRun, judged, read_report
-from goaly.coding.pytest_settings import pytest_settings
-from goaly.coding.task import GradingFailed, TestSuite
+from goaly.grading.file_tree import PLAIN, File
+from goaly.grading.pytest_report import SuiteRun, judged, read_report
+from goaly.grading.pytest_settings import pytest_settings
+from goaly.grading.task import GradingFailed, TestSuite
 from goaly.sandboxes.contract import CommandResult, Output
 
 SUITE = TestSuite(fail_to_pass=("t.py::a", "t.py::b[x y]"), pass_to_pass=("t.py::c", "t.py::d[1 "))

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from hashlib import sha1
 from typing import Final
 
-from goaly.coding.file_tree import LINK, File
+from goaly.grading.file_tree import LINK, File
 
 CONTEXT: Final = 3
 MOST_COMPARED_LINES: Final = 20_000

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from goaly.coding.task import TaskProblem
+from goaly.grading.task import TaskProblem
 from goaly.sandboxes.contract import Entry
 
 FOLDER: Final = "/opt/goaly"

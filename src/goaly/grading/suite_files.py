@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from goaly.coding.canaries import with_canary
-from goaly.coding.file_tree import PLAIN, File
-from goaly.coding.patch_apply import apply_patch
-from goaly.coding.patch_reader import read_patch
-from goaly.coding.pytest_settings import SETTINGS_FILES, pytest_settings
-from goaly.coding.task import TestSuite
+from goaly.grading.canaries import with_canary
+from goaly.grading.file_tree import PLAIN, File
+from goaly.grading.patch_apply import apply_patch
+from goaly.grading.patch_reader import read_patch
+from goaly.grading.pytest_settings import SETTINGS_FILES, pytest_settings
+from goaly.grading.task import TestSuite
 
 STEERS_TESTS: Final = re.compile(
     r"(^|/)(conftest\.py|\.?pytest\.(ini|toml)|(site|user)customize\.py|[^/]+\.pth|[^/]+\.(egg|dist)-info/.*)$"

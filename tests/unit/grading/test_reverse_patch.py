@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.coding.reverse_patch import reversed_patch
+from goaly.grading.reverse_patch import reversed_patch
 
 LINES = st.lists(st.sampled_from(["", "a", "b", "-- c", "++ d", " e", "@@ -1 +1 @@", "\\ f", "diff --git a/x b/x"]))
 CONTENTS = st.tuples(LINES, st.booleans()).map(lambda drawn: "\n".join(drawn[0]) + "\n" * (drawn[1] and drawn[0] != []))

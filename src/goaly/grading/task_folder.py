@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from goaly.base.errors import ConfigError
-from goaly.coding.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
+from goaly.grading.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
 from goaly.sandboxes.contract import Limits
 from goaly.sandboxes.files import folder_entries
 

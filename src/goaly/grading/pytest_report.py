@@ -1,7 +1,7 @@
 """The report of a suite: the job for the process in the sandbox, and what its lines mean on this side.
 
-coding-3: a test counts as passed only if its line has the run's nonce, every canary of its file failed, and the process
-ended as a run with failed tests does.
+grading-1: a test counts as passed only if its line has the run's nonce, every canary of its file failed, and the
+process ended as a run with failed tests does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from goaly.coding.task import GradingFailed, TestSuite
+from goaly.grading.task import GradingFailed, TestSuite
 from goaly.sandboxes.contract import CommandResult
 
 TESTS_FAILED: Final = 1

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.coding.file_tree import EXECUTABLE, LINK, PLAIN, File, FileTree
-from goaly.coding.patch_apply import apply_patch
-from goaly.coding.patch_reader import PatchProblem, read_patch
-from goaly.coding.patch_writer import patch_of
+from goaly.grading.file_tree import EXECUTABLE, LINK, PLAIN, File, FileTree
+from goaly.grading.patch_apply import apply_patch
+from goaly.grading.patch_reader import PatchProblem, read_patch
+from goaly.grading.patch_writer import patch_of
 from goaly.sandboxes.contract import Entry
 from goaly.sandboxes.files import folder_entries
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from goaly.coding.pytest_bundle import FOLDER, OLDEST, OWN_PREFIX, OWN_PYTHON, PYTHON, bundle, own_interpreter
-from goaly.coding.task import TaskProblem
+from goaly.grading.pytest_bundle import FOLDER, OLDEST, OWN_PREFIX, OWN_PYTHON, PYTHON, bundle, own_interpreter
+from goaly.grading.task import TaskProblem
 from goaly.sandboxes.contract import Entry, FileSnapshot, SandboxSpec
 from goaly.sandboxes.files import folder_entries
 from goaly.sandboxes.sandbox import DEFAULTS, Sandbox, SandboxHost

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from goaly.coding.file_tree import FileTree
-from goaly.coding.python_with_pytest import Toolbox
-from goaly.coding.repository_files import repository_files
-from goaly.coding.task import CodingTask, TaskProblem
+from goaly.grading.file_tree import FileTree
+from goaly.grading.python_with_pytest import Toolbox
+from goaly.grading.repository_files import repository_files
+from goaly.grading.task import CodingTask, TaskProblem
 from goaly.sandboxes.contract import CommandResult, FileSnapshot, SandboxSpec
 from goaly.sandboxes.network import allow
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from goaly.coding.task import TaskProblem
+from goaly.grading.task import TaskProblem
 from goaly.sandboxes.contract import Entry
 from goaly.sandboxes.files import clean, folder_entries
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from goaly.coding.patch_reader import FilePatch, PatchHunk, read_patch
+from goaly.grading.patch_reader import FilePatch, PatchHunk, read_patch
 
 
 def reversed_patch(patch: str, *, most_bytes: int) -> str:

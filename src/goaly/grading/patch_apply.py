@@ -10,9 +10,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 
-from goaly.coding.file_tree import EXECUTABLE, LINK, NEVER_IN_A_PATCH, PLAIN, File
-from goaly.coding.patch_reader import FilePatch, PatchHunk, PatchProblem
-from goaly.coding.patch_writer import lines_of
+from goaly.grading.file_tree import EXECUTABLE, LINK, NEVER_IN_A_PATCH, PLAIN, File
+from goaly.grading.patch_reader import FilePatch, PatchHunk, PatchProblem
+from goaly.grading.patch_writer import lines_of
 from goaly.sandboxes.files import clean
 
 
