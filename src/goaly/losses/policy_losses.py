@@ -130,18 +130,30 @@ def reinforce(tokens: Tokens) -> torch.Tensor:
 
 @loss("dppo")
 def dppo(
-    tokens: Tokens, *, divergence: BinaryDivergence = "total_variation", threshold: PositiveFloat = 0.15
+    tokens: Tokens,
+    *,
+    divergence: BinaryDivergence = "total_variation",
+    threshold: PositiveFloat = 0.15,
+    threshold_high: PositiveFloat | None = None,
 ) -> LossOutput:
-    """`-r A`, masked where the probability has moved further than the threshold in A's direction.
+    """`-r A`, masked where the probability has moved further than the threshold in A's direction: up by more than
+    `threshold_high` (null: `threshold`) where A > 0, down by more than `threshold` where A < 0.
 
     The divergence is that of two outcomes: this token or another.
     """
     ratio_P, advantages_P = tokens.ratio_P, tokens.advantages_P
     distance_P = binary_divergence(divergence, tokens.proximal_logprobs_P, tokens.logprobs_P.detach())
-    onward_P = torch.where(advantages_P > 0, ratio_P > 1, (advantages_P < 0) & (ratio_P < 1))
-    masked_P = onward_P & (distance_P > threshold)
+    high = threshold if threshold_high is None else threshold_high
+    above_P = (advantages_P > 0) & (ratio_P > 1) & (distance_P > high)
+    below_P = (advantages_P < 0) & (ratio_P < 1) & (distance_P > threshold)
+    masked_P = above_P | below_P
     return LossOutput(
-        loss_P=torch.where(masked_P, 0.0, -ratio_P * advantages_P), mean={"clip_fraction": masked_P.float()}
+        loss_P=torch.where(masked_P, 0.0, -ratio_P * advantages_P),
+        mean={
+            "clip_fraction": masked_P.float(),
+            "clip_fraction_low": below_P.float(),
+            "clip_fraction_high": above_P.float(),
+        },
     )
 
 

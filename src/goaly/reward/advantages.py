@@ -139,6 +139,16 @@ def rloo(batch: Scored) -> Tensor:
     return torch.where(others_S > 0, batch.centred(batch.totals_S) + own_S / others_S.clamp(min=1), 0.0)
 
 
+@ESTIMATORS.register("maxrl")
+@compares_groups
+def maxrl(batch: Scored) -> Tensor:
+    """Distance from the group's mean in units of that mean, for rewards of 0 or more: the rarer a success in its group,
+    the more it counts. 0 where the mean is not above 0."""
+    totals_S = batch.totals_S
+    mean_S = batch.group_mean(totals_S)
+    return torch.where(mean_S > 0, _quotient(batch.centred(totals_S), mean_S), 0.0)
+
+
 @ESTIMATORS.register("reinforce_pp")
 def reinforce_pp(batch: Scored, *, gamma: Share = 1.0, epsilon: NonNegativeFloat = 1e-6) -> list[Tensor]:
     """The discounted reward from each trained token on, normalized over all trained tokens of the batch."""

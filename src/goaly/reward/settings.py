@@ -106,8 +106,8 @@ class AdvantageSettings(Settings):
     """How the rewards of a batch become the advantages of its tokens; `docs/algorithms.md` has the formulas."""
 
     name: str = "group"
-    """group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, gae (which needs a critic), or a function
-    of your own as `package.module:function`."""
+    """group, group_mean, rloo, maxrl, reinforce_pp, reinforce_pp_baseline, process, gae (which needs a critic), or a
+    function of your own as `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function: the parameters after `*` in its signature, such as epsilon."""
     overlong: OverlongSettings | None = None

@@ -4,6 +4,7 @@ not change it."""
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,6 +95,19 @@ def test_dppo_masks_nothing_without_an_advantage_and_nothing_that_moves_against_
     output, gradient = evaluated("dppo", tokens([1.9, 0.1, 1.9, 0.1], [0.0, 0.0, -1.0, 1.0]))
     assert output.mean["clip_fraction"].tolist() == [0] * 4
     close(gradient, torch.tensor([0.0, 0.0, 1.9, -0.1]))
+
+
+def test_dppo_has_the_values_of_its_published_mask():
+    # written out: dropped where A > 0 and pi - mu > high, or A < 0 and pi - mu < -low; kept at the bounds' other sides
+    ratios, advantages = [1.9, 2.3, 0.2, 0.1, 1.1, 2.3, 0.1], [2.0, 2.0, -1.0, -1.0, 1.0, -1.0, 1.0]
+    moved, pushed = SAMPLED * (np.array(ratios) - 1), np.array(advantages)
+    for low, high in ((0.15, 0.15), (0.17, 0.25), (0.2, 0.28)):
+        dropped = ((pushed > 0) & (moved > high)) | ((pushed < 0) & (moved < -low))
+        output, gradient = evaluated("dppo", tokens(ratios, advantages), threshold=low, threshold_high=high)
+        golden = np.where(dropped, 0, -np.array(ratios) * pushed)
+        assert output.loss_P.tolist() == pytest.approx(golden.tolist(), abs=1e-5)
+        assert gradient.tolist() == pytest.approx(golden.tolist(), abs=1e-5)  # the gradient of r by log pi is r
+        assert output.mean["clip_fraction"].tolist() == dropped.tolist()
 
 
 def test_cispo_counts_what_is_above_its_default_clip():
@@ -232,7 +246,7 @@ def test_a_loss_does_not_depend_on_what_stands_beside_a_sequence(name: str):
         ("gspo", {"clip_low": 0.0, "clip_high": 0.0}),
         ("gspo_token", {"clip_low": 0.0, "clip_high": 0.0}),
         ("sapo", {"positive": 9.0, "negative": 0.1}),
-        ("dppo", {"divergence": "kl", "threshold": 1e-9}),
+        ("dppo", {"divergence": "kl", "threshold": 1e-9, "threshold_high": 1e-9}),
         ("reinforce", {}),
     ],
 )

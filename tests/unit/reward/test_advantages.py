@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from goaly.reward.settings import AdvantageSettings, OverlongSettings, RewardSet
 from goaly.trajectory import Group, Outcome, Trajectory, Turn, token_data
 
 close = torch.testing.assert_close
-RELATIVE = ["group", "group_mean", "rloo", "process"]
+RELATIVE = ["group", "group_mean", "rloo", "maxrl", "process"]
 """Estimators that compare a sample with its own group alone."""
 COMPARING = [name for name in ESTIMATORS.names if name != "gae"]
 """Estimators that compare samples with each other, not with a critic's values."""
@@ -107,6 +108,14 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
     assert values("rloo", groups([0, 2], [5, 4])) == pytest.approx([-2, 2, 1, -1])
 
 
+def test_maxrl_counts_in_units_of_the_groups_mean_and_gives_nothing_where_that_is_not_above_0():
+    # numpy: (r - r.mean()) / r.mean(); one success of four counts 3, three of four count 1/3 each
+    for rewards in ([0.0, 0, 0, 1], [1.0, 1, 1, 0], [0.25, 0.5, 1.0]):
+        golden = (np.array(rewards) - np.mean(rewards)) / np.mean(rewards)
+        assert values("maxrl", groups(rewards)) == pytest.approx(golden.tolist())
+    assert values("maxrl", groups([0, 0, 0], [1, -1], [-1, 0, -1], [1, 1])) == [0.0] * 10
+
+
 def test_reinforce_pp_normalizes_over_all_trained_tokens_of_the_batch():
     # token returns 0 (three times) and 4 (once): mean 1, deviation sqrt(3)
     batch = [grouped(sample(0.0, 3), sample(4.0, 1))]
@@ -192,7 +201,7 @@ def test_a_group_of_equal_rewards_has_no_signal_beside_one_that_has(name: str, r
     assert sum(found) == pytest.approx(0, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("name", [name for name in COMPARING if name != "maxrl"])  # whose unit is the mean itself
 def test_adding_a_constant_to_all_rewards_changes_nothing(name: str):
     assert values(name, groups([3, 4, 6], [4, 4])) == pytest.approx(values(name, groups([0, 1, 3], [1, 1])), abs=1e-5)
 
@@ -217,8 +226,8 @@ def test_the_order_of_groups_and_of_their_samples_is_nobodys_advantage(name: str
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_rewards_in_another_unit_scale_what_has_one_and_change_nothing_else(name: str):
-    options = {} if name in ("group_mean", "rloo") else {"epsilon": 0.0}
-    factor = 1 if options else 10
+    options = {} if name in ("group_mean", "rloo", "maxrl") else {"epsilon": 0.0}
+    factor = 10 if name in ("group_mean", "rloo") else 1
     ones, tens = (
         values(name, groups([0, 1, 3], [2, 4]), **options),
         values(name, groups([0, 10, 30], [20, 40]), **options),
