@@ -4,7 +4,7 @@
 
 Each check runs goaly's own parts in a process of its own, with a time limit: one that fails, hangs, runs out of memory
 or breaks its CUDA context ends alone. Its result has a status, its seconds, its numbers, and if it failed the last
-lines of its error. A check whose hardware is missing is `not run`, with the reason.
+lines of its error.
 
     trainer step          a GRPO step of the trainer's engine, and its loss beside that of a CPU
     loss path             log-probs and gradients in chunks against the plain log-softmax of all logits
@@ -12,7 +12,6 @@ lines of its error. A check whose hardware is missing is `not run`, with the rea
     async scheduling      the same with a step launched ahead: the speed, and that each token has its true version
     updates               versions from a trainer to vLLM: vLLM's log-probs are the trainer's
     pinned staging        a GPU's weights through a pinned ring into pinned spares (`weights.spare=host`)
-    GPU-direct buffers    a GPU's weights by RDMA into a GPU (`weights.transport=direct`), where there is such a device
     bitwise numerics      a trainer computes the log-probs that vLLM sampled, bit by bit
     tiny loop             a GRPO run whose trainer and generator share the GPU
 
@@ -44,16 +43,12 @@ ERROR_LINES = 12
 """The last lines of an error that are kept."""
 
 
-class NotHere(Exception):
-    """A check needs what this machine does not have."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """The work of one process."""
 
     target: str
-    """`module:function`, which returns numbers by name. It raises if the check fails, `NotHere` if it cannot run."""
+    """`module:function`, which returns numbers by name. It raises if the check fails."""
     seconds: float = 300.0
     """Its time limit."""
     anywhere: bool = False
@@ -69,10 +64,6 @@ CHECKS: dict[str, Check] = {
     "async scheduling": Check(target="bench.gpu_generator:async_scheduling", seconds=600.0),
     "updates": Check(target="bench.gpu_weights:updates", anywhere=True, seconds=600.0),
     "pinned staging": Check(target="bench.gpu_weights:pinned_staging"),
-    "GPU-direct buffers": Check(
-        target="bench.gpu_weights:direct_buffers",
-        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # Monarch registers such segments only
-    ),
     "bitwise numerics": Check(target="bench.gpu_generator:bitwise_numerics", seconds=600.0),
     "tiny loop": Check(target="bench.gpu_loop:tiny_loop", anywhere=True, seconds=600.0),
 }
@@ -113,11 +104,8 @@ def run(name: str, check: Check) -> Result:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = round(time.monotonic() - began, 2)
-        found = json.loads(out.read_text()) if out.exists() else {}
-        if code == 0 and "numbers" in found:
-            return Result(name=name, status=PASSED, seconds=seconds, numbers=found["numbers"])
-        if code == 0 and "not_here" in found:
-            return Result(name=name, status=f"not run: {found['not_here']}", seconds=seconds)
+        if code == 0 and out.exists():
+            return Result(name=name, status=PASSED, seconds=seconds, numbers=json.loads(out.read_text()))
         how = f"it took longer than {check.seconds:g} s" if code is None else f"its process ended with {code}"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return Result(name=name, status=FAILED, seconds=seconds, error=[*lines[-ERROR_LINES:], how])
@@ -128,11 +116,8 @@ def run_one(target: str, out: str) -> NoReturn:
     module, _, function = target.partition(":")
     code = 0
     try:
-        try:
-            found = {"numbers": getattr(import_module(module), function)()}
-        except NotHere as error:
-            found = {"not_here": str(error)}
-        Path(out).write_text(json.dumps(found))
+        numbers = getattr(import_module(module), function)()
+        Path(out).write_text(json.dumps(numbers))
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from monarch.actor import Actor, concurrent_endpoint, this_host, this_proc
 
-from bench.gpu import NotHere
 from bench.gpu_trainer import MOST_OFF
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.settings import ModelSettings
@@ -174,80 +173,12 @@ async def _staged(gb: float) -> dict[str, Any]:
     return pinned | speeds
 
 
-class Holder(Actor):
-    """A process with tensors on the GPU: their writer, or a reader of them."""
-
-    @concurrent_endpoint
-    async def write(self, store: WeightStore, gb: float, versions: int) -> list[float]:
-        """Publish so many versions; the seconds of each."""
-        settings = WeightSettings(transport="direct")
-        tensors = _numbered(gb, _device())
-        self._publisher = Publisher(store, tensors, settings, rank=0, world=1)
-        seconds = []
-        for version in range(versions):
-            for one in tensors.values():
-                one.add_(1)
-            began = time.perf_counter()
-            await self._publisher.publish(version)
-            seconds.append(time.perf_counter() - began)
-        return seconds
-
-    @concurrent_endpoint
-    async def read(self, store: WeightStore, gb: float, version: int) -> list[float]:
-        """Fetch and apply this version several times; the seconds of each. Raises if an element is wrong."""
-        settings = WeightSettings(transport="direct")
-        expected = _numbered(gb, _device())
-        tensors = {n: torch.nn.Parameter(torch.zeros_like(t), requires_grad=False) for n, t in expected.items()}
-        subscriber = Subscriber(store, tensors, "reader", settings)
-        await subscriber.newest(version - 1)
-        seconds = []
-        for _ in range(UPDATES):
-            began = time.perf_counter()
-            assert await subscriber.prefetch(version)
-            seconds.append(time.perf_counter() - began)
-            subscriber.apply()
-        wrong = [name for name, one in expected.items() if not torch.equal(one + version + 1, tensors[name])]
-        assert not wrong, f"tensors that differ: {wrong}"
-        await subscriber.close()
-        return seconds
-
-    @concurrent_endpoint
-    async def close(self) -> None:
-        """Stop writing."""
-        await self._publisher.close()
-
-
-def direct_buffers() -> dict[str, Any]:
-    """Read a GPU's tensors by RDMA into another process's GPU memory."""
-    from monarch.rdma import is_ibverbs_available
-
-    if not is_ibverbs_available():
-        raise NotHere("no RDMA device (ibverbs)")
-    return asyncio.run(_direct(1.0))
-
-
-async def _direct(gb: float) -> dict[str, Any]:
-    versions = 3
-    store = this_proc().spawn("store", WeightStore, WeightSettings(transport="direct"))
-    processes = this_host().spawn_procs(per_host={"procs": 2})
-    writer, reader = (processes.slice(procs=one).spawn(f"holder_{one}", Holder) for one in range(2))
-    published = await writer.write.call_one(store, gb, versions)
-    fetched = await reader.read.call_one(store, gb, versions - 1)
-    await writer.close.call_one()
-    await processes.stop()
-    return {"publish_gb_per_second": gb / median(published), "prefetch_gb_per_second": gb / median(fetched)}
-
-
 def _numbered(gb: float, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors of this size together, with elements that differ and stay exact when small numbers are added."""
     columns, count = 4096, 8
     rows = max(1, round(gb * 1e9 / (4 * columns * count)))
     each = torch.arange(rows * columns, device=device) % (1 << 20)
     return {str(number): (each + number).float().view(rows, columns) for number in range(count)}
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _wait_for_gpu() -> None:

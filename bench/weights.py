@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--row-kib", type=int, default=8, help="length of a matrix's rows in KiB, a power of 2")
     parser.add_argument("--src", type=_axes({"fsdp": 1, "tp": 1}), default={"fsdp": 2}, help="trainer: fsdp=N or tp=N")
     parser.add_argument("--dst", type=_axes({"tp": 1, "replicas": 1}), default={"tp": 2, "replicas": 2})
-    parser.add_argument("--transport", choices=("shm", "rdma", "torchstore"), default="shm")
+    parser.add_argument("--transport", choices=("auto", "rdma", "torchstore"), default="auto")
     parser.add_argument("--updates", type=int, default=5, help="updates of which the median counts")
     parser.add_argument("--json", type=Path, help="write the result here, a record for each size")
     given = parser.parse_args()

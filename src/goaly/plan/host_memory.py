@@ -128,9 +128,7 @@ def _fetching(config: RunConfig, one: RankMemory, elsewhere: int, writers: int) 
     if weights.transport == "torchstore":
         return {"landing": _published(config, one)}
     elsewhere = writers if weights.transport == "rdma" else elsewhere
-    if not elsewhere or weights.transport == "direct":
-        return {}
-    return {"landing": IN_FLIGHT * weights.bucket_bytes * elsewhere}
+    return {"landing": IN_FLIGHT * weights.bucket_bytes * elsewhere} if elsewhere else {}
 
 
 def _published(config: RunConfig, one: RankMemory) -> float:

@@ -164,10 +164,7 @@ def _trainer(config: RunConfig, shape: Architecture, on_gpu: bool, traced: bool)
         ring = {"ring": slots * transferred_bytes(config) * own}
         if earlier := config.earlier_policies:  # and the present one, while another takes its place
             ring["earlier"] = (earlier * DTYPE_BYTES[config.model.dtype] + 4) * own
-        if weights.transport == "direct":
-            groups.append(replace(one, on_device={**one.on_device, **ring}))
-        else:
-            groups.append(replace(one, on_host={**ring, **one.on_host}))
+        groups.append(replace(one, on_host={**ring, **one.on_host}))
     return tuple(groups)
 
 

@@ -52,9 +52,7 @@ def spare_of(config: RunConfig, gpu_gib: float, *, traced: bool) -> Spare:
     asked = chosen = config.weights.spare
     if asked == "auto":
         known = traced and bool(sharing)  # a run, which traces nothing, must choose the same
-        if config.weights.reads_into_gpus:
-            chosen = "device"
-        elif traced or not {"trainer", "critic"} & sharing:
+        if traced or not {"trainer", "critic"} & sharing:
             chosen = "device" if left("device", traced=known) >= HEADROOM * gpu_gib else "host"
     device_left, host_left = (left(place, traced=traced) for place in PLACES)
     return Spare(asked=asked, chosen=chosen, gpu_gib=gpu_gib, device_left=device_left, host_left=host_left)
@@ -69,19 +67,14 @@ def what_would_fit(config: RunConfig, spare: Spare) -> str:
     """Settings with which a generator that does not fit would fit; empty if it fits."""
     if (spare.device_left if spare.chosen == "device" else spare.host_left) >= spare.headroom:
         return ""
-    if spare.chosen == "device" and not config.weights.reads_into_gpus and spare.host_left >= spare.headroom:
+    if spare.chosen == "device" and spare.host_left >= spare.headroom:
         return "weights.spare=host would fit"
-    best = spare.device_left if config.weights.reads_into_gpus else spare.host_left
-    cache = int(10 * (config.generator.kv_cache_gib + best - spare.headroom)) / 10
+    cache = int(10 * (config.generator.kv_cache_gib + spare.host_left - spare.headroom)) / 10
     if cached_tokens(config, shape_of(config.model), cache) >= config.generator.max_context:
-        return f"generator.kv_cache_gib={cache:g} would fit" + (_on_host(config) if spare.chosen == "device" else "")
+        return f"generator.kv_cache_gib={cache:g} would fit" + " with weights.spare=host" * (spare.chosen == "device")
     shape = shape_of(config.model)
     weights = DTYPE_BYTES[config.model.dtype] * shape.elements / GIB
     return f"raise generator.tp, which divides its {weights:.1f} GiB of weights"
-
-
-def _on_host(config: RunConfig) -> str:
-    return "" if config.weights.reads_into_gpus else " with weights.spare=host"
 
 
 def _beside_generators(config: RunConfig) -> set[str]:

@@ -101,7 +101,7 @@ class Publisher(StoreClient):
 
         def create() -> Slots:
             if self._slots is None:  # kept by this object also if the caller is cancelled: `close` frees it
-                self._slots = slot_writer(self._settings.transport, pieces, buckets, joined.slots, self._gpu)
+                self._slots = slot_writer(self._settings.transport, pieces, buckets, joined.slots)
             return self._slots
 
         slots = await self._copier.run(create)

@@ -1,8 +1,6 @@
 """Slots that readers read without the writer's help: their seal and buckets as Monarch RDMA buffers.
 
 `RemoteSlots` registers slots for readers on other hosts. Without RDMA hardware Monarch carries the same calls over TCP.
-`DeviceSlots` keeps the slots in the memory of the GPU that has the tensors; between GPUs, weights then pass through no
-host's memory.
 
     weights-6: No read is in flight once `fetch` has ended, however it ended. Memory that a bucket landed in is read
         into again only once the caller resumes `fetch`, and never after a failed read, whose data may still arrive.
@@ -15,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from monarch.rdma import RDMABuffer, is_ibverbs_available
+from monarch.rdma import RDMABuffer
 
 from goaly.base.errors import WeightsError
-from goaly.weights.layout import Layout
 from goaly.weights.settings import IN_FLIGHT
-from goaly.weights.slots import DEVICE, UNSEALED, Slots, SlotShape, Source
+from goaly.weights.slots import UNSEALED, Slots, SlotShape, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +39,11 @@ class RemoteSlots:
             dropping.get()
 
 
-class DeviceSlots(Slots):
-    """One writer rank's slots in a GPU's memory; their seals are in host memory."""
-
-    def __init__(self, layout: Layout, buckets: tuple[range, ...], slots: int, device: torch.device):
-        """Blocks on Monarch's manager: do not call it on an event loop."""
-        if device.type == "cuda" and not is_ibverbs_available():
-            raise WeightsError(
-                "weights.transport=direct: must be auto, shm or rdma here: this process finds no RDMA device (ibverbs) "
-                "that could read a GPU's memory"
-            )
-        size = SlotShape(layout, buckets).bytes
-        memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
-        super().__init__(layout, buckets, memory, DEVICE)
-        self._seals = list(torch.full((slots, 1), UNSEALED))
-        self.remote = RemoteSlots.of(self)
-
-
 class RemoteReader:
     """Another process's slots, whose buckets are read into a few landing places here, in turn."""
 
-    def __init__(self, source: Source, wanted: Sequence[int], device: torch.device | None = None):
-        """`wanted` are the buckets that will be fetched; they land in the memory of `device`."""
+    def __init__(self, source: Source, wanted: Sequence[int]):
+        """`wanted` are the buckets that will be fetched."""
         assert isinstance(source.remote, RemoteSlots), "the store waits until the writer has registered its slots"
         self._remote = source.remote
         self._failed: BaseException | None = None
@@ -71,7 +51,7 @@ class RemoteReader:
         shape = SlotShape(source.layout, source.buckets)
         self._places = {bucket: order % IN_FLIGHT for order, bucket in enumerate(wanted)}
         sizes = {bucket: len(shape.span(bucket)) for bucket in wanted}
-        landing = torch.empty((IN_FLIGHT, max(sizes.values(), default=0)), dtype=torch.uint8, device=device)
+        landing = torch.empty((IN_FLIGHT, max(sizes.values(), default=0)), dtype=torch.uint8)
         self._stretches = {bucket: landing[self._places[bucket], :size] for bucket, size in sizes.items()}
         self._views = {
             index: shape.view(index, self._stretches[bucket], shape.span(bucket).start)

@@ -10,7 +10,7 @@ from annotated_types import Ge
 from goaly.base.config.settings import PositiveFloat, PositiveInt, Section, Settings
 
 NO_TORCHSTORE = (
-    "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto, shm or rdma"
+    "the package torchstore is not installed; install it (github.com/meta-pytorch/torchstore) or use auto or rdma"
 )
 MIB = 1 << 20
 IN_FLIGHT = 4
@@ -35,11 +35,10 @@ class WeightSettings(Settings):
     bucket_mib: PositiveFloat = 8.0
     """Size in MiB of the buckets in which weights are staged and sent over the network. Raise it where each transfer
     is costly, as with TorchStore; readers on other hosts need 4 buckets of memory for each trainer rank."""
-    transport: Literal["auto", "shm", "rdma", "direct", "torchstore"] = "auto"
+    transport: Literal["auto", "rdma", "torchstore"] = "auto"
     """How readers reach the trainer's versions. "auto" maps them on the same host and reads them over RDMA (or TCP,
-    where there is no such hardware) from others; "shm" and "rdma" allow only one of the two. "direct" keeps the
-    versions in the trainer's GPUs, from which the readers' GPUs read them over RDMA without passing through host
-    memory. "torchstore" keeps them in TorchStore, for sites that run it; the package must be installed."""
+    where there is no such hardware) from others. "rdma" reads them so on the same host, too. "torchstore" keeps them in
+    TorchStore, for sites that run it; the package must be installed."""
     verify_every: PositiveInt = 16
     """Every N-th version, and one after a reader has joined, has a digest, which readers compare with that of their
     own parameters. It takes a trainer rank about half a second for each GB that it stages. 1 verifies each version."""
@@ -59,13 +58,6 @@ class WeightSettings(Settings):
         """The size of a bucket in bytes."""
         return int(self.bucket_mib * MIB)
 
-    @property
-    def reads_into_gpus(self) -> bool:
-        """Whether fetched weights must be where the parameters are."""
-        return self.transport == "direct"
-
     def _problems(self, at: Section) -> Iterator[str]:
-        if self.spare == "host" and self.reads_into_gpus:
-            yield f"{at.spare}: must be device where {at}transport is direct, which reads into GPUs"
         if self.transport == "torchstore" and find_spec("torchstore") is None:
             yield f"{at.transport}: {NO_TORCHSTORE}"

@@ -20,7 +20,7 @@ UNSEALED = -1
 ALIGNMENT = 64
 PAGE = 4096
 
-SHARED, STORED, DEVICE = "shared memory", "TorchStore", "its device's memory"
+SHARED, STORED = "shared memory", "TorchStore"
 """Where slots can be."""
 
 
@@ -33,7 +33,7 @@ class Source:
     slots: int
     host: str
     place: str
-    """`SHARED`, `STORED` or `DEVICE`."""
+    """`SHARED` or `STORED`."""
     handle: Any
     """The key that opens them there: a `SegmentHandle`, or the prefix of TorchStore's keys."""
     bytes: int

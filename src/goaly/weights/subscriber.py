@@ -61,8 +61,7 @@ class Subscriber(StoreClient):
         super().__init__(store, settings, gpu_of(tensors if live is None else live), host)
         self._reader = reader or f"process {os.getpid()}"
         self._transport = settings.transport
-        spare = "device" if settings.reads_into_gpus else settings.spare
-        self._fetched = FetchedWeights(tensors, live, naming, spare=spare)
+        self._fetched = FetchedWeights(tensors, live, naming, spare=settings.spare)
         self._join = SharedTask(self._joined)
         self._number: int | None = None
         self._request = 0
@@ -230,7 +229,7 @@ class Subscriber(StoreClient):
             bucket = bucket_of[copy.source][copy.source_shard]
             self._plan[copy.source].setdefault(bucket, []).append(copy)
         return [
-            slot_reader(source, sorted(buckets), transport=self._transport, host=self._process.host, device=self._gpu)
+            slot_reader(source, sorted(buckets), transport=self._transport, host=self._process.host)
             for source, buckets in zip(sources, self._plan, strict=True)
         ]
 

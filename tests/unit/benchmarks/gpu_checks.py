@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import NotHere
-
 PID_FILE = "GPU_CHECK_PID_FILE"
 """Environment variable: where a check that hangs writes the process id of its child."""
 
@@ -25,11 +23,6 @@ def dies() -> dict[str, Any]:
     """End the process, as a CUDA error may."""
     sys.stderr.write("CUDA error: an illegal memory access was encountered\n")
     os.abort()
-
-
-def lacks() -> dict[str, Any]:
-    """Find that the hardware is missing."""
-    raise NotHere("no RDMA device")
 
 
 def hangs() -> dict[str, Any]:

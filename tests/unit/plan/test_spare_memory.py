@@ -42,7 +42,6 @@ def cluster(gpu_gib: float) -> Any:
         (126, [], "host"),  # 5.5 are left, 6.3 must be
         (126, ["weights.spare=device"], "device"),
         (139, ["weights.spare=host"], "host"),
-        (126, ["weights.transport=direct"], "device"),
     ],
 )
 def test_fetched_weights_are_on_the_gpu_if_they_fit_there_beside_the_others(
@@ -85,7 +84,6 @@ def test_a_dry_run_says_what_it_chose_and_why() -> None:
         (115, ["weights.spare=device"], "weights.spare=host would fit"),
         (100, [], "generator.kv_cache_gib=79.7 would fit"),
         (100, ["weights.spare=device"], "generator.kv_cache_gib=79.7 would fit with weights.spare=host"),
-        (100, ["weights.transport=direct"], "generator.kv_cache_gib=64.4 would fit"),
         (10, [], "raise generator.tp, which divides its 15.3 GiB of weights"),
     ],
 )

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_store import LocalStore
 
-from goaly.base.errors import WeightsError
 from goaly.base.process import this_process
 from goaly.weights.buckets import Needs, cut, needs_of
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import Extent, Rectangle, joined, region
 from goaly.weights.settings import WeightSettings
 from goaly.weights.store import JoinedWriter
-from goaly.weights.transport import over_network
+from goaly.weights.transport import reads_whole_buckets
 
 Shapes = dict[str, Extent]
 
@@ -127,10 +126,8 @@ def test_joined_rectangles_have_the_elements_that_they_had(parts: list[Rectangle
     ("host", "transport", "told"),
     [
         ("", "auto", False),
-        ("", "shm", False),
         ("elsewhere", "auto", True),
         ("", "rdma", True),
-        ("", "direct", True),
         ("", "torchstore", True),
     ],
 )
@@ -152,9 +149,6 @@ async def test_writers_are_told_what_readers_of_whole_buckets_need_that_joined_b
 
 
 def test_only_pairs_on_different_hosts_cross_the_network_unless_told_otherwise() -> None:
-    assert not over_network("auto", "a", "a")
-    assert over_network("auto", "a", "b")
-    assert over_network("rdma", "a", "a")
-    assert not over_network("shm", "a", "a")
-    with pytest.raises(WeightsError, match=r"weights\.transport=shm: must be auto or rdma"):
-        over_network("shm", "a", "b")
+    assert not reads_whole_buckets("auto", "a", "a")
+    assert reads_whole_buckets("auto", "a", "b")
+    assert reads_whole_buckets("rdma", "a", "a")

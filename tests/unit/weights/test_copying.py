@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from goaly.base.config.check import check
-from goaly.base.errors import WeightsError
 from goaly.weights.copier import Copier
 from goaly.weights.dtensor_layout import layout_of
 from goaly.weights.layout import in_dtype, region
 from goaly.weights.settings import WeightSettings
 from goaly.weights.shared_memory import Segment
-from goaly.weights.transport import slot_writer
 
 
 def test_every_pair_is_copied_and_cast() -> None:
@@ -102,12 +100,6 @@ def test_torchstore_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None
     assert problem.startswith("weights.transport=torchstore: the package torchstore is not installed; install it")
     monkeypatch.setattr("goaly.weights.settings.find_spec", lambda package: package)
     assert chosen.problems("weights.") == []
-
-
-def test_a_gpu_whose_memory_no_device_can_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("goaly.weights.rdma.is_ibverbs_available", lambda: False)
-    with pytest.raises(WeightsError, match=r"weights\.transport=direct: must be auto, shm or rdma here: this process"):
-        slot_writer("direct", (), (), 2, torch.device("cuda"))
 
 
 def test_settings_that_cannot_work_are_named() -> None:

@@ -8,7 +8,6 @@ from torch import nn
 
 from goaly.base.errors import WeightsError
 from goaly.weights.fetched_weights import FetchedWeights, fit_on_device
-from goaly.weights.settings import WeightSettings
 
 
 class Tied(nn.Module):
@@ -148,9 +147,3 @@ def test_a_place_that_follows_from_what_fits_is_the_parameters_own_without_a_gpu
     destination = FetchedWeights({"a": shared}, spare="auto")
     destination.allocate({"a"})
     assert [target.device for target in destination.targets()] == [shared.device]
-
-
-def test_a_spare_on_the_host_cannot_be_read_into_by_gpus():
-    assert WeightSettings(spare="host").problems("weights.") == []
-    (problem,) = WeightSettings(spare="host", transport="direct").problems("weights.")
-    assert problem == "weights.spare=host: must be device where weights.transport is direct, which reads into GPUs"
