@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recipes import CONFIGS, Finished, latest, recipe, remaining, run_all
-from bench.report import Interval, Machine, exit_on_terminate, finished, options, write
+from bench.report import Interval, Machine, exit_on_terminate, finished, markdown_table, options, page, write
 
 CONFIG = CONFIGS / "grpo" / "tiny.yaml"
 FIRST_SEED = 100
@@ -47,24 +47,12 @@ def numbers(runs: Runs) -> dict[int, dict[str, Interval]]:
 def markdown(found: Mapping[int, Mapping[str, Interval]], machine: Machine) -> str:
     """The page of the results."""
     columns = next(iter(found.values()))
-    rows = [f"| {bound} | {' | '.join(map(str, row.values()))} |" for bound, row in found.items()]
-    return "\n".join(
-        [
-            "# How far to run ahead",
-            "",
-            "    python -m bench.bounds --json docs/results/bounds.json --markdown docs/results/bounds.md",
-            "",
-            (__doc__ or "").split("\n\n", 2)[2].strip(),
-            "",
-            f"Seeds: {columns['area'].count}, from {FIRST_SEED} on. `seconds` are those of a whole run. "
-            f"Machine at the start: {machine}.",
-            "",
-            f"| bound | {' | '.join(columns)} |",
-            f"|{'---|' * (len(columns) + 1)}",
-            *rows,
-            "",
-        ]
+    facts = (
+        f"Seeds: {columns['area'].count}, from {FIRST_SEED} on. `seconds` are those of a whole run. "
+        f"Machine at the start: {machine}."
     )
+    rows = markdown_table(("bound", *columns), ([bound, *row.values()] for bound, row in found.items()))
+    return page("bounds", "How far to run ahead", (__doc__ or "").split("\n\n", 2)[2].strip(), facts, rows)
 
 
 def main() -> None:
@@ -86,12 +74,12 @@ def main() -> None:
     run_all(remaining(in_turns, finished(arguments.runs, Finished)), arguments.runs, minutes=arguments.minutes)
     by_name = latest(in_turns, finished(arguments.runs, Finished))
     found = numbers({bound: by_name[f"bound/{bound}"] for bound in bounds})
-    page = markdown(found, machine)
-    print(page[page.index("| bound") :])
+    text = markdown(found, machine)
+    print(text[text.index("| bound") :])
     result: dict[str, Any] = {"machine": machine.record()}
     result["bounds"] = {bound: {name: asdict(one) for name, one in row.items()} for bound, row in found.items()}
     write(arguments.json, result)
-    write(arguments.markdown, page)
+    write(arguments.markdown, text)
 
 
 if __name__ == "__main__":

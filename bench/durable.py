@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report import Machine, exit_on_terminate, options, write
+from bench.report import Machine, exit_on_terminate, markdown_table, options, page, write
 from tests.loop.launched import spawned
 
 WARM_STEPS = 5
@@ -169,15 +169,13 @@ def main() -> None:
         }
     finally:
         shutil.rmtree(folder)
-    text = "\n".join(f"| {name} | {value:.4g} |" for name, value in found.items() if not isinstance(value, dict))
+    values = [(name, f"{value:.4g}") for name, value in found.items() if not isinstance(value, dict)]
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["recovery"].items())
-    text = f"{machine}\n\n| measure | value |\n|---|---|\n{text}\n\nRecovery: {parts}.\n"
-    print(text)
+    measured = str(machine), markdown_table(("measure", "value"), values), f"Recovery: {parts}."
+    print("\n\n".join(measured))
     write(arguments.json, {"machine": machine.record(), **found})
-    if arguments.markdown:
-        command = "    python -m bench.durable --json docs/results/durable.json --markdown docs/results/durable.md"
-        doc = (__doc__ or "").partition("From runs")[2]
-        arguments.markdown.write_text(f"# What durability costs\n\n{command}\n\nFrom runs{doc}\n{text}")
+    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    write(arguments.markdown, page("durable", "What durability costs", about, *measured))
 
 
 if __name__ == "__main__":

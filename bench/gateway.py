@@ -27,11 +27,9 @@ from statistics import median
 
 import psutil
 from monarch.actor import this_host
-from rich.console import Console
-from rich.table import Table
 
 from bench.gateway_client import Load, Seen, answer_tokens
-from bench.report import Machine, options, write
+from bench.report import Machine, options, show, write
 from goaly.agents.answer_parser import AnswerParser
 from goaly.agents.gateway import Endpoint, Gateway
 from goaly.agents.session import Session
@@ -245,10 +243,7 @@ def main() -> None:
         write_tiny_model(folder)
         measured = asyncio.run(measure(Path(folder), arguments.streams, arguments.rounds, cores))
     numbers = measured.numbers(arguments.streams)
-    table = Table("", "value", title=f"the agents' endpoint; {machine}")
-    for name, value in numbers.items():
-        table.add_row(name, f"{value:,.3f}" if name in ("ratio", "over_vllm") else f"{value:,.1f}")
-    Console().print(table)
+    show(numbers, f"the agents' endpoint; {machine}")
     write(arguments.json, {**numbers, "machine": machine.record()})
 
 

@@ -27,10 +27,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
-from rich.console import Console
-from rich.table import Table
 
-from bench.report import Machine, options, write
+from bench.report import Machine, markdown_table, options, page, write
 from goaly.generate.connection import Connection
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
@@ -235,22 +233,9 @@ COLUMNS = ("model", "streams", "actor tok/s", "bare tok/s", "native tok/s", *BAR
 def markdown(loads: Sequence[Load], machine: Machine) -> str:
     """The page of the results."""
     bars = " and ".join(f"{bar} for `{name}`" for name, bar in BARS.items())
-    return "\n".join(
-        [
-            "# Generation",
-            "",
-            "    python -m bench.generate --json docs/results/generate.json --markdown docs/results/generate.md",
-            "",
-            (__doc__ or "").split("\n\n", 2)[2].strip(),
-            "",
-            f"The bars are {bars}. Rounds: {len(loads[0].rounds)}. Machine at the start: {machine}.",
-            "",
-            f"| {' | '.join(COLUMNS)} |",
-            f"|{'---|' * len(COLUMNS)}",
-            *(f"| {' | '.join(row)} |" for row in rows(loads)),
-            "",
-        ]
-    )
+    facts = f"The bars are {bars}. Rounds: {len(loads[0].rounds)}. Machine at the start: {machine}."
+    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    return page("generate", "Generation", about, facts, markdown_table(COLUMNS, rows(loads)))
 
 
 def main() -> None:
@@ -269,10 +254,7 @@ def main() -> None:
             models = {arguments.model.name: arguments.model}
         for name, folder in models.items():
             loads += asyncio.run(measure(name, folder, arguments.streams, arguments.rounds))
-    table = Table(*COLUMNS, title="generation, one thread")
-    for row in rows(loads):
-        table.add_row(*row)
-    Console().print(table)
+    print(markdown_table(COLUMNS, rows(loads)))
     found: list[dict[str, Any]] = [{**asdict(load), **load.numbers()} for load in loads]
     write(arguments.json, {"machine": machine.record(), "loads": found})
     write(arguments.markdown, markdown(loads, machine))

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.grpo.main import collect, episode, train
-from bench.report import Machine, append, options, write
+from bench.report import Machine, append, markdown_table, options, write
 from bench.tail import MEAN, EpisodeFunction, tail_episode
 from goaly.base.config import load
 from goaly.base.telemetry import process_logs
@@ -240,26 +240,35 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The numbers as a table in Markdown."""
-    lines = [
-        "| load | arm | s a step (range) | tokens/s | overlap | pass rate | mean age | update, steps | publish |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for load_name, of_load in result.items():
-        for arm, one in of_load["arms"].items():
-            low, high = one["step_seconds_range"]
-            lines.append(
-                f"| {load_name} | {arm} | {one['step_seconds']:.3f} ({low:.3f} to {high:.3f}) "
-                f"| {one['tokens_per_second']:.0f} | {one['overlap']:.2f} | {one['pass_rate']:.2f} "
-                f"| {one['age_mean']:.2f} | {one['update_steps']:.2f} | {one['publish_share']:.3f} |"
-            )
-    lines += ["", "| load | T_gen s | T_train s | speedup over the best synchronous arm | over divided/0 |"]
-    lines.append("|---|---|---|---|---|")
-    for load_name, of_load in result.items():
-        lines.append(
-            f"| {load_name} | {of_load['t_gen']:.3f} | {of_load['t_train']:.3f} | {of_load['speedup']:.2f} "
-            f"| {of_load['speedup_8_vs_0']:.2f} |"
+    arms = [
+        (
+            load_name,
+            arm,
+            "{:.3f} ({:.3f} to {:.3f})".format(one["step_seconds"], *one["step_seconds_range"]),
+            f"{one['tokens_per_second']:.0f}",
+            *(f"{one[key]:.2f}" for key in ("overlap", "pass_rate", "age_mean", "update_steps")),
+            f"{one['publish_share']:.3f}",
         )
-    return "\n".join(lines)
+        for load_name, of_load in result.items()
+        for arm, one in of_load["arms"].items()
+    ]
+    columns = (
+        "load",
+        "arm",
+        "s a step (range)",
+        "tokens/s",
+        "overlap",
+        "pass rate",
+        "mean age",
+        "update, steps",
+        "publish",
+    )
+    halves = [
+        (name, f"{one['t_gen']:.3f}", f"{one['t_train']:.3f}", f"{one['speedup']:.2f}", f"{one['speedup_8_vs_0']:.2f}")
+        for name, one in result.items()
+    ]
+    of_halves = "load", "T_gen s", "T_train s", "speedup over the best synchronous arm", "over divided/0"
+    return f"{markdown_table(columns, arms)}\n\n{markdown_table(of_halves, halves)}"
 
 
 def _machines(rounds: Sequence[Round]) -> str:

@@ -46,61 +46,52 @@ from tests.random_model import write_random_deepseek, write_random_gpt_oss
 MOST_OFF = 0.1
 ROW_LENGTH, ROWS = 1024, 2
 MIB = 1 << 20
-BITWISE = "bitwise"
-DENSE = TinyModel(dim=128, layers=6, hidden_dim=384, max_context=ROW_LENGTH)
-EXPERTS = TinyModel(dim=128, layers=6, hidden_dim=128, experts=8, max_context=ROW_LENGTH)
-WIDER = {"hidden_size": 128, "num_hidden_layers": 6}
-LATENT = partial(write_random_deepseek, **WIDER)
-SINKS = partial(write_random_gpt_oss, **WIDER)
+BITWISE, REFERENCE, ADAPTERS = "bitwise", "reference", "adapters"
 Model = TinyModel | Callable[[Path], Path]
 """The size of a Qwen3, or what writes another model into a folder."""
-CASES: dict[str, tuple[Model, str, dict[str, Any]]] = {
-    "dense": (DENSE, "float32", {}),
-    "dense, bfloat16, all recomputed": (DENSE, "bfloat16", {"activation_checkpointing": "full"}),
-    "dense, FSDP 2": (DENSE, "float32", {"fsdp": 2}),
-    "dense, FSDP 2, bfloat16, products kept": (
-        DENSE,
-        "bfloat16",
-        {"fsdp": 2, "activation_checkpointing": "selective"},
-    ),
-    "dense, FSDP 3": (DENSE, "float32", {"fsdp": 3}),
-    "dense, TP 2": (DENSE, "float32", {"tp": 2}),
-    "dense, tied, TP 2": (replace(DENSE, tied=True), "float32", {"tp": 2}),
-    "dense, CP 2": (DENSE, "float32", {"cp": 2}),
-    "dense, PP 2": (DENSE, "float32", {"pp": 2}),
-    "dense, PP 2, FSDP 2, bfloat16": (DENSE, "bfloat16", {"pp": 2, "fsdp": 2}),
-    "dense, PP 4": (DENSE, "float32", {"pp": 4}),
-    "experts": (EXPERTS, "float32", {}),
-    "experts, PP 2, FSDP 2, EP 2": (EXPERTS, "float32", {"pp": 2, "fsdp": 2, "ep": 2}),
-    "experts, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2}),
-    "experts, FSDP 2, EP 2, bfloat16": (EXPERTS, "bfloat16", {"fsdp": 2, "ep": 2}),
-    "experts, FSDP 2, EP 2, bfloat16, all recomputed": (
-        EXPERTS,
-        "bfloat16",
-        {"fsdp": 2, "ep": 2, "activation_checkpointing": "full"},
-    ),
-    "experts, FSDP 2, EP 2, all recomputed": (
-        EXPERTS,
-        "float32",
-        {"fsdp": 2, "ep": 2, "activation_checkpointing": "full"},
-    ),
-    "experts, TP 2, EP 2": (EXPERTS, "float32", {"tp": 2, "ep": 2}),
-    "shared experts": (replace(EXPERTS, shared_experts=1), "float32", {}),
-    "latent attention": (LATENT, "float32", {}),
-    "latent attention, FSDP 2, EP 2": (LATENT, "float32", {"fsdp": 2, "ep": 2}),
-    "sinks": (SINKS, "float32", {}),
-    "sinks, CP 2": (SINKS, "float32", {"cp": 2}),
-    "dense, adapters": (DENSE, "float32", {"lora": LoraSettings(rank=8)}),
-    "experts, adapters, FSDP 2, EP 2": (EXPERTS, "float32", {"fsdp": 2, "ep": 2, "lora": LoraSettings(rank=8)}),
-    f"dense, {BITWISE}": (DENSE, "float32", {}),
+WIDER = {"hidden_size": 128, "num_hidden_layers": 6}
+DENSE = TinyModel(dim=128, layers=6, hidden_dim=384, max_context=ROW_LENGTH)
+EXPERTS = TinyModel(dim=128, layers=6, hidden_dim=128, experts=8, max_context=ROW_LENGTH)
+MODELS: dict[str, Model] = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tied=True),
+    "experts": EXPERTS,
+    "shared-experts": replace(EXPERTS, shared_experts=1),
+    "latent-attention": partial(write_random_deepseek, **WIDER),
+    "sinks": partial(write_random_gpt_oss, **WIDER),
 }
-"""Models, number formats and trainer settings."""
-REFERENCES: dict[str, tuple[Model, str, dict[str, Any]]] = {
-    "reference": (DENSE, "float32", {}),
-    "reference, FSDP 2, bfloat16": (DENSE, "bfloat16", {"fsdp": 2}),
-    "reference, experts, FSDP 2, EP 2, bfloat16": (EXPERTS, "bfloat16", {"fsdp": 2, "ep": 2}),
-}
-"""The same of frozen models."""
+CASES = """
+dense
+dense bfloat16 activation_checkpointing=full
+dense fsdp=2
+dense fsdp=2 bfloat16 activation_checkpointing=selective
+dense fsdp=3
+dense tp=2
+tied tp=2
+dense cp=2
+dense pp=2
+dense pp=2 fsdp=2 bfloat16
+dense pp=4
+experts
+experts pp=2 fsdp=2 ep=2
+experts fsdp=2 ep=2
+experts fsdp=2 ep=2 bfloat16
+experts fsdp=2 ep=2 bfloat16 activation_checkpointing=full
+experts fsdp=2 ep=2 activation_checkpointing=full
+experts tp=2 ep=2
+shared-experts
+latent-attention
+latent-attention fsdp=2 ep=2
+sinks
+sinks cp=2
+dense adapters
+experts fsdp=2 ep=2 adapters
+dense bitwise
+dense reference
+dense reference fsdp=2 bfloat16
+experts reference fsdp=2 ep=2 bfloat16
+"""
+"""A line for each: the model, and settings of the trainer; float32 if it names no type. A `reference` is frozen."""
 GENERATORS: dict[str, tuple[TinyModel, int]] = {"generator": (DENSE, 1), "generator, experts, TP 2": (EXPERTS, 2)}
 """Models in bfloat16, and the ranks of a replica."""
 LARGEST = Path("configs/grpo/qwen3_235b_a22b.yaml")
@@ -128,10 +119,12 @@ def measure_pass(folder: Path, name: str) -> list[Case]:
     """Estimate, then train, or compute the log-probs of a frozen model."""
     from goaly.run.rendezvous import in_ranks
 
-    trains = name in CASES
-    size, dtype, degrees = (CASES if trains else REFERENCES)[name]
-    model = replace(_model(folder, size, dtype), numerics=BITWISE if BITWISE in name else "fast")
-    settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, **degrees)
+    size, *words = name.split()
+    trains, dtype = REFERENCE not in words, "bfloat16" if "bfloat16" in words else "float32"
+    model = replace(_model(folder, MODELS[size], dtype), numerics=BITWISE if BITWISE in words else "fast")
+    degrees = {key: int(value) if value.isdigit() else value for key, value in _pairs(words)}
+    lora = LoraSettings(rank=8) if ADAPTERS in words else None
+    settings = TrainerSettings(microbatch_rows=ROWS, logprob_chunk=512, lora=lora, **degrees)
     shape = architecture(read_config(model.path))
     estimated = traced_pass(shape, model, settings, (ROW_LENGTH,) * ROWS, on_gpu=False, trains=trains)
     in_ranks(_pass, settings.ranks, (model, settings, trains, [ranks[0] for ranks in estimated], folder))
@@ -190,6 +183,10 @@ def _dry_run(folder: Path, out: Path) -> None:
     overrides = [CLUSTER, f"prompts.files=[{folder}/dapo.jsonl]", *sets]
     describe(load(RunConfig, [f"--config={LARGEST}", *overrides], prog="", description="").config)
     out.write_text(json.dumps({"gb": (_resident() + most_process_bytes()) / 1e9}))
+
+
+def _pairs(words: Iterable[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, equals, value in (word.partition("=") for word in words) if equals]
 
 
 def _model(folder: Path, model: Model, dtype: Any) -> ModelSettings:
@@ -360,7 +357,7 @@ def main() -> int:
         here = Path(folder)
         dry_run = measure_dry_run(here)
         found = [case for name in GENERATORS for case in measure_generator(here, name)]
-        found += [case for name in (*REFERENCES, *CASES) for case in measure_pass(here, name)]
+        found += [case for name in CASES.strip().splitlines() for case in measure_pass(here, name)]
     table = Table("rank", "estimate", "measured", "ratio", "process grew", title="MiB of a rank")
     for case in found:
         grown = "" if case.grown is None else f"{case.grown:.0f}"

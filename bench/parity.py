@@ -30,8 +30,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bench.parity_result import Combination, Result, Sampled, markdown, report
-from bench.report import options
+from bench.parity_result import Combination, Result, Sampled, markdown
+from bench.report import options, show
 from goaly.generate.settings import GeneratorSettings
 from goaly.models.families import architecture, read_config
 from goaly.models.settings import ModelSettings
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result.write(arguments.json)
             if arguments.markdown is not None:
                 arguments.markdown.write_text(markdown(result))
-    report(result)
+    show(result.numbers(), "bitwise parity")
     missed, tokens = result.missed(), result.numbers()["tokens"]
     if arguments.only is None and tokens < LEAST_TOKENS:
         missed.append(f"tokens {tokens:,} is below {LEAST_TOKENS:,}")

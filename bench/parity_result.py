@@ -6,9 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
+from bench.report import markdown_table, page
 from goaly.generate.scheduling_counter import SchedulingCounts
 
 BARS = {"generate_cost": 1.3, "train_cost": 1.15}
@@ -106,38 +104,20 @@ def markdown(result: Result) -> str:
     """The page of the results."""
     numbers, bars = result.numbers(), result.bars()
     rows = [
-        f"| {one.model} | {one.dtype} | {one.generator} | {one.trainer} | {one.tokens:,} | {one.differing:,} |"
+        (one.model, one.dtype, one.generator, one.trainer, f"{one.tokens:,}", f"{one.differing:,}")
         for one in result.combinations
     ]
-    return "\n".join(
-        [
-            "# Bitwise parity, and what it costs",
-            "",
-            "    python -m bench.parity --json docs/results/parity.json --markdown docs/results/parity.md",
-            "",
-            "A token counts once for each trainer and packing that recomputes its log-prob. Generators with an "
-            "`update` halve the weights in the middle of answers; trainers recompute the tokens of both versions. Each "
-            f"generator had at least: {', '.join(f'{name} {numbers[name]:,}' for name in result.stress())}.",
-            "",
-            "| model | type | generator | trainer | tokens compared | differ |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            f"| all | | | | {numbers['tokens']:,} | {numbers['differing_tokens']:,} |",
-            "",
-            "CPU seconds with bitwise numerics over those with fast ones, in float32 and one thread. A bar is the most "
-            "that it should be.",
-            "",
-            "| | bar | measured |",
-            "|---|---|---|",
-            *(f"| `{name}` | {bars[name]} | {numbers[name]:.3f} |" for name in result.seconds),
-            "",
-        ]
+    rows.append(("all", "", "", "", f"{numbers['tokens']:,}", f"{numbers['differing_tokens']:,}"))
+    columns = ("model", "type", "generator", "trainer", "tokens compared", "differ")
+    costs = [(f"`{name}`", bars[name], f"{numbers[name]:.3f}") for name in result.seconds]
+    return page(
+        "parity",
+        "Bitwise parity, and what it costs",
+        "A token counts once for each trainer and packing that recomputes its log-prob. Generators with an "
+        "`update` halve the weights in the middle of answers; trainers recompute the tokens of both versions. Each "
+        f"generator had at least: {', '.join(f'{name} {numbers[name]:,}' for name in result.stress())}.",
+        markdown_table(columns, rows),
+        "CPU seconds with bitwise numerics over those with fast ones, in float32 and one thread. A bar is the most "
+        "that it should be.",
+        markdown_table(("", "bar", "measured"), costs),
     )
-
-
-def report(result: Result) -> None:
-    """Print the table."""
-    table = Table("", "value", title="bitwise parity")
-    for name, value in result.numbers().items():
-        table.add_row(name, f"{value:,.3f}" if "cost" in name else f"{value:,}")
-    Console().print(table)

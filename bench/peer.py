@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.report import Machine, exit_on_terminate, options, write
+from bench.report import Machine, exit_on_terminate, markdown_table, options, write
 from goaly.base.config import load
 from goaly.base.json_text import read_lines
 from goaly.plan.run_config import RunConfig
@@ -253,14 +253,11 @@ def table(by_side: Mapping[str, Mapping[str, float | None]]) -> str:
     def cell(value: float | None, form: str) -> str:
         return "not reached" if value is None else format(value, form)
 
-    lines = ["| side | s a step | tokens/s | steps to 0.9 | learn s | total s |", "|---|---|---|---|---|---|"]
-    for side, one in by_side.items():
-        lines.append(
-            f"| {side} | {cell(one['step_seconds'], '.3f')} | {cell(one['tokens_per_second'], '.0f')} "
-            f"| {cell(one['goal_step'], '.0f')} | {cell(one['learn_seconds'], '.1f')} "
-            f"| {cell(one['total_seconds'], '.1f')} |"
-        )
-    return "\n".join(lines)
+    columns = ("side", "s a step", "tokens/s", "steps to 0.9", "learn s", "total s")
+    numbers = {"step_seconds": ".3f", "tokens_per_second": ".0f", "goal_step": ".0f", "learn_seconds": ".1f"}
+    numbers |= {"total_seconds": ".1f"}
+    rows = ([side, *(cell(one[key], form) for key, form in numbers.items())] for side, one in by_side.items())
+    return markdown_table(columns, rows)
 
 
 def _config(argv: Sequence[str]) -> RunConfig:

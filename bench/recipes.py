@@ -23,12 +23,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.report import append, digest, exit_on_terminate, finished, options, write
+from bench.report import append, digest, exit_on_terminate, finished, markdown_table, options, write
 
 if TYPE_CHECKING:
     from apps.sft.config import SftConfig
@@ -287,22 +287,21 @@ def complaints(runs: Runs, seeds: int) -> list[str]:
 
 def table(runs: Runs) -> str:
     """The runs as a table in Markdown."""
-    lines = [
-        "| recipe | seeds | pass@1 before -> after | area | policy versions | groups rejected | seconds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, of_name in runs.items():
-        if not of_name:
-            lines.append(f"| {name} | 0 | not finished | | | | |")
-            continue
-        before = statistics.fmean(run.pass_at_1_before for run in of_name)
-        lines.append(
-            f"| {name} | {len(of_name)} | {before:.3f} -> {_spread([run.pass_at_1 for run in of_name])} "
-            f"| {_spread([run.area for run in of_name])} | {of_name[0].policy_version} "
-            f"| {statistics.fmean(run.rejected for run in of_name):.0f} "
-            f"| {statistics.fmean(run.seconds for run in of_name):.0f} |"
-        )
-    return "\n".join(lines)
+    columns = ("recipe", "seeds", "pass@1 before -> after", "area", "policy versions", "groups rejected", "seconds")
+    return markdown_table(columns, (_cells(name, of_name) for name, of_name in runs.items()))
+
+
+def _cells(name: str, runs: Sequence[Finished]) -> Sequence[object]:
+    if not runs:
+        return name, 0, "not finished", "", "", "", ""
+
+    def mean(values: Iterable[float]) -> float:
+        return statistics.fmean(values)
+
+    learned = f"{mean(run.pass_at_1_before for run in runs):.3f} -> {_spread([run.pass_at_1 for run in runs])}"
+    area, version = _spread([run.area for run in runs]), runs[0].policy_version
+    rejected, seconds = mean(run.rejected for run in runs), mean(run.seconds for run in runs)
+    return name, len(runs), learned, area, version, f"{rejected:.0f}", f"{seconds:.0f}"
 
 
 def _spread(values: Sequence[float]) -> str:

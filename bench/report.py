@@ -8,11 +8,14 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
 
 from goaly.base.atomic_files import open_lines
 from goaly.base.json_text import read_lines
@@ -43,6 +46,26 @@ def write(file: Path | None, content: Any, *, indent: int | None = 1) -> None:
     """Write a page of text, or anything else as JSON, where a file was asked for."""
     if file is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content, indent=indent) + "\n")
+
+
+def page(name: str, title: str, *parts: str) -> str:
+    """The page of a benchmark's results: its title, its command, and these paragraphs and tables."""
+    files = f"--json docs/results/{name}.json --markdown docs/results/{name}.md"
+    return "\n\n".join([f"# {title}", f"    python -m bench.{name} {files}", *parts]) + "\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in (columns, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(columns)}", *lines[1:]])
+
+
+def show(numbers: Mapping[str, object], title: str = "") -> None:
+    """Print the numbers, a line each."""
+    shown = Table("", "value", title=title)
+    for name, value in numbers.items():
+        shown.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    Console().print(shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

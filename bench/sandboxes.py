@@ -1,6 +1,7 @@
-"""Measures sandboxes of namespaces against plain processes of the same commands, in turns.
+"""Measures sandboxes against plain processes, against containers, and by way of a server on this machine, in turns.
 
     python -m bench.sandboxes [--alive 5000] [--files 50000] [--sockets /run/docker.sock,/run/podman.sock] [--json FILE]
+    python -m bench.sandboxes --server [--alive 500] [--mib 64] [--json FILE]
 
 - `starts_per_second_core`: sandboxes from start to removal, with limits, filter and an overlay root, by the seconds of
   cores that this process, the server and the sandboxes used.
@@ -9,20 +10,32 @@
 - `alive_in_10s`: sandboxes that were alive 10 s after the first start, `--alive` at most.
 - `gib_for_1000`: memory that 1,000 idle ones need, as the machine's free memory says.
 - `docker_start_ms` and others: those of containers at `--sockets`, in turns with `namespaces_start_ms` and others.
+
+With `--server`, `local_` numbers are those without a server:
+
+- `command_ms` and `start_ms`: the median time of `true` in a live sandbox, and of a start and an end.
+- `alive_seconds`: until `--alive` sandboxes are alive at once on the server; `commands_per_second`: of all of them.
+- `server_mib`: memory of the server's process with all of them alive.
+- `upload_mib_per_second`, `download_mib_per_second`: of a file of `--mib` MiB.
 """
 
 import asyncio
 import os
 import resource
 import subprocess
+import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from bench.container_turns import in_turns
-from bench.report import Machine, options, write
+from bench.report import Machine, options, show, write
 from goaly.sandboxes.contract import Limits, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost, NamespaceSandbox
+from goaly.sandboxes.remote import RemoteHost
+from goaly.sandboxes.sandbox import Sandbox, SandboxHost
+from goaly.sandboxes.settings import RemoteSettings
 
 AT_ONCE = 16
 ROUNDS = 200
@@ -53,20 +66,28 @@ async def starts(host: NamespaceHost, count: int) -> tuple[float, float]:
     return count / (time.monotonic() - began), count / (core_seconds(host.server.process.pid) - before)
 
 
-async def command_ms(host: NamespaceHost) -> tuple[float, float]:
-    """Medians of `true` in a sandbox and as a subprocess, in turns."""
+async def medians_ms(works: Sequence[Callable[[], Awaitable[object]]], rounds: int = ROUNDS) -> list[float]:
+    """The median time of each of these, in turns."""
+    seconds: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, taken in zip(works, seconds, strict=True):
+            began = time.perf_counter()
+            await work()
+            taken.append(time.perf_counter() - began)
+    return [median(taken) * 1e3 for taken in seconds]
+
+
+async def subprocess_ends() -> None:
+    process = await asyncio.create_subprocess_exec("/bin/true", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    await process.communicate()
+
+
+async def command_ms(host: NamespaceHost) -> list[float]:
+    """Medians of `true` in a sandbox and as a subprocess."""
     sandbox = await host.start(SMALL)
-    inside, plain = [], []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        await sandbox.run(["/bin/true"])
-        inside.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        process = await asyncio.create_subprocess_exec("/bin/true", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        await process.communicate()
-        plain.append(time.perf_counter() - began)
+    found = await medians_ms([lambda: sandbox.run(["/bin/true"]), subprocess_ends])
     await sandbox.stop()
-    return median(inside) * 1e3, median(plain) * 1e3
+    return found
 
 
 async def fork_ms(host: NamespaceHost, files: int) -> tuple[float, float]:
@@ -138,16 +159,84 @@ async def measure(most: int, files: int) -> dict[str, float | int]:
     }
 
 
+def start_and_end(host: SandboxHost) -> Callable[[], Awaitable[object]]:
+    async def work() -> None:
+        await (await host.start(SMALL)).stop()
+
+    return work
+
+
+async def mib_per_second(host: SandboxHost, mib: int) -> tuple[float, float]:
+    """The speed of an upload and of a download of one file."""
+    contents, limits = bytes(mib << 20), Limits(disk_mib=2 * mib, memory_mib=4 * mib + 256)
+    sandbox = await host.start(SandboxSpec(limits=limits))
+    (up,) = await medians_ms([lambda: sandbox.write("/tmp/x", contents)], 5)
+    (down,) = await medians_ms([lambda: sandbox.read("/tmp/x", most_bytes=2 * mib << 20)], 5)
+    await sandbox.stop()
+    return mib / up * 1e3, mib / down * 1e3
+
+
+async def many(host: SandboxHost, count: int) -> tuple[list[Sandbox], float, float]:
+    """This many sandboxes at once, the seconds until they live, and their commands a second, all at the same time."""
+    began = time.monotonic()
+    living = await asyncio.gather(*(host.start(SMALL) for _ in range(count)))
+    alive = time.monotonic() - began
+    began = time.monotonic()
+    results = await asyncio.gather(*(sandbox.run("true") for sandbox in living for _ in range(4)))
+    assert all(result.ok for result in results)
+    return list(living), alive, len(results) / (time.monotonic() - began)
+
+
+async def by_server(url: str, server: int, count: int, mib: int) -> dict[str, float | int]:
+    """The numbers of `--server`."""
+    local, remote = await NamespaceHost.open(), await RemoteHost.open(RemoteSettings(servers=(url,)))
+    boxes = [await host.start(SMALL) for host in (local, remote)]
+    commands = await medians_ms([lambda box=box: box.run(["/bin/true"]) for box in boxes])
+    starts = await medians_ms([start_and_end(host) for host in (local, remote)])
+    speeds = [await mib_per_second(host, mib) for host in (local, remote)]
+    _, alive_seconds, per_second = await many(remote, count)
+    status = Path(f"/proc/{server}/status").read_text()  # noqa: ASYNC240
+    began = time.monotonic()
+    await asyncio.gather(local.close(), remote.close())
+    return {
+        "command_ms": commands[1],
+        "local_command_ms": commands[0],
+        "start_ms": starts[1],
+        "local_start_ms": starts[0],
+        "alive": count,
+        "alive_seconds": alive_seconds,
+        "commands_per_second": per_second,
+        "end_of_all_seconds": time.monotonic() - began,
+        "server_mib": int(status.split("VmRSS:")[1].split()[0]) / 1024,
+        "upload_mib_per_second": speeds[1][0],
+        "local_upload_mib_per_second": speeds[0][0],
+        "download_mib_per_second": speeds[1][1],
+        "local_download_mib_per_second": speeds[0][1],
+    }
+
+
+def with_server(count: int, mib: int) -> dict[str, float | int]:
+    """Start a server, and measure it."""
+    words = [sys.executable, "-m", "apps.sandboxes.main", "port=0", f"sandboxes={count + 8}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        numbers = asyncio.run(by_server(server.stdout.readline().split()[-1], server.pid, count, mib))
+        server.terminate()
+        return numbers
+
+
 def main() -> None:
-    parser = options(__doc__, "json", alive=5000, files=50_000, sockets="")
+    parser = options(__doc__, "json", alive=0, files=50_000, sockets="", mib=64)
+    parser.add_argument("--server", action="store_true", help="by way of a server on this machine")
     arguments = parser.parse_args()
     machine = Machine.now()
-    print(machine)
-    numbers = asyncio.run(measure(arguments.alive, arguments.files))
-    if arguments.sockets:
-        numbers |= asyncio.run(in_turns(arguments.sockets.split(","), SMALL))
-    for name, value in numbers.items():
-        print(f"{name:32} {value:10.3f}")
+    if arguments.server:
+        numbers = with_server(arguments.alive or 500, arguments.mib)
+    else:
+        numbers = asyncio.run(measure(arguments.alive or 5000, arguments.files))
+        if arguments.sockets:
+            numbers |= asyncio.run(in_turns(arguments.sockets.split(","), SMALL))
+    show(numbers, str(machine))
     write(arguments.json, {"machine": machine.record(), **numbers})
 
 

@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint, this_host
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict, pad_sequence
 
-from bench.report import Machine, options, write
+from bench.report import Machine, markdown_table, options, page, write
 from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
@@ -286,10 +284,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.model or write_tiny_model(Path(made) / "model")
         result = asyncio.run(measure(str(folder), arguments.steps))
-    table = Table("", "tokens/s", title=f"{result.tokens_per_step} tokens a step, one thread")
-    for row in rows(result):
-        table.add_row(*row)
-    Console().print(table)
+    print(markdown_table(("", "tokens/s"), rows(result)))
     ratios = {name: getattr(result, name) for name in RATIOS}
     content: dict[str, Any] = {"machine": machine.record(), **asdict(result), **ratios}
     write(arguments.json, content)
@@ -312,22 +307,9 @@ def rows(result: Result) -> list[tuple[str, str]]:
 
 def markdown(result: Result, machine: Machine) -> str:
     """The page of the results."""
-    return "\n".join(
-        [
-            "# Training",
-            "",
-            "    python -m bench.train --json docs/results/train.json --markdown docs/results/train.md",
-            "",
-            (__doc__ or "").split("\n\n", 2)[2].strip(),
-            "",
-            f"{result.tokens_per_step} tokens a step, medians over {ROUNDS} rounds. Machine at the start: {machine}.",
-            "",
-            "| | tokens/s |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows(result)),
-            "",
-        ]
-    )
+    facts = f"{result.tokens_per_step} tokens a step, medians over {ROUNDS} rounds. Machine at the start: {machine}."
+    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    return page("train", "Training", about, facts, markdown_table(("", "tokens/s"), rows(result)))
 
 
 if __name__ == "__main__":
