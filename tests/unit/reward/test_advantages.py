@@ -374,7 +374,7 @@ def test_an_estimator_of_ones_own_may_be_over_a_critics_values():
 
 
 def test_settings_that_can_not_work_are_refused_with_the_known_names():
-    known = "group, group_mean, rloo, reinforce_pp, reinforce_pp_baseline, process, gae"
+    known = "group, group_mean, rloo, maxrl, reinforce_pp, reinforce_pp_baseline, process, gae"
     with pytest.raises(ValueError, match=f"there is no such advantage; known are {known}"):
         estimate(groups([0.0, 1.0]), AdvantageSettings(name="gea"))
     assert AdvantageSettings(name="rloo", options={"epsilon": 0.1}, kl_estimator="k3").problems("advantages.") == [
