@@ -1,0 +1,1 @@
+"""Learning from live traffic, and the gate that decides which policy version is served."""
