@@ -121,11 +121,11 @@ Command = Request | Cancel | Apply | Stop
 class Scheduler:
     """Collects commands, and gives out those of each round."""
 
-    def __init__(self, on_update: str, *, max_running: int):
-        """`on_update` is `generator.on_update`."""
+    def __init__(self, on_update: str, *, max_running: int, version: int = 0):
+        """`on_update` is `generator.on_update`; `version` is that of the engine's weights at the beginning."""
         self._drains = on_update == "drain"
         self._max_running = max_running
-        self._version = 0
+        self._version = version
         self._update: Apply | None = None
         self._waiting: dict[str, Request] = {}
         """In the order in which they came."""
@@ -198,7 +198,7 @@ class EngineLoop:
         self._link = link
         self._delivered = delivered
         self._follows = link is not None and link.rank > 0
-        self._scheduler = Scheduler(settings.on_update, max_running=settings.max_running)
+        self._scheduler = Scheduler(settings.on_update, max_running=settings.max_running, version=engine.version)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._requests: dict[str, Deliver] = {}

@@ -5,8 +5,8 @@ A replica is a mesh of `tp` of these actors. Requests go to rank 0; the other ra
 When `start` returns, the store knows the tensors that every rank needs: the first publish fixes how weights are
 divided. The requests of a client on this host end with its process, or its socket.
 
-    generate-8: `start` returns with the store's newest version applied: a replacement serves no older weights. It does
-        not wait for a trainer that is being replaced.
+    generate-8: `start` returns with the store's newest version applied, or that of its track: a replacement serves no
+        older weights. It does not wait for a trainer that is being replaced.
     generate-9: A rank that can no longer follow the weights ends its process (base-1), and with it its replica. The
         end of the writers is no failure: the replica serves the last version.
 """
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from goaly.generate.vllm_engine import VllmEngine
     from goaly.weights.store import WeightStore
     from goaly.weights.subscriber import Subscriber
+    from goaly.weights.versions import StoreState
 
 
 class Generator(Actor):
@@ -64,16 +65,21 @@ class Generator(Actor):
         records_choices: bool = False,
         lora: LoraSettings | None = None,
         chat: ChatSettings | None = None,
+        track: str | None = None,
+        version: int = 0,
     ):
         """Without a `store` the weights of the model folder are never updated. With `records_choices`, samples have the
         experts that were chosen for their tokens. With `lora`, the store has adapters of these settings. A grammar
-        begins after the reasoning that the parser of `chat` finds."""
+        begins after the reasoning that the parser of `chat` finds. With a `track` it decodes with the versions that
+        the store's track points to, in place of the newest. The model folder has policy version `version`."""
         self._settings = settings
         self._model = model
         self._store = store
         self._replica = replica
         self._weight_settings = weights or WeightSettings()
         self._options: dict[str, Any] = {"records_choices": records_choices, "lora": lora, "chat": chat}
+        self._track = track
+        self._version = version
         self._rank = 0
         self._engine: VllmEngine | None = None
         self._engine_loop: EngineLoop | None = None
@@ -97,19 +103,21 @@ class Generator(Actor):
         settings = self._settings
         seed = settings.seed + self._replica
         engine = await asyncio.to_thread(VllmEngine, settings, self._model, seed=seed, **self._options)
+        engine.version = self._version
         self._engine = engine
         engine.enter_thread()  # this thread prefetches updates into the engine's GPU
         commands, announcements = (RankLink(), RankLink()) if settings.tp > 1 else (None, None)
         if self._store is None:
             # Its weights never change.
-            self._engine_loop = EngineLoop(engine, settings, lambda: 0, commands, self._send_round)
-            return 0
+            version = self._version
+            self._engine_loop = EngineLoop(engine, settings, lambda: version, commands, self._send_round)
+            return version
         self._rank = 0 if commands is None else commands.rank
         subscriber = await self._joined(self._store, engine)
         self._engine_loop = loop = EngineLoop(engine, settings, lambda: follower.apply(), commands, self._send_round)
         self._follower = follower = WeightFollower(subscriber, loop, announcements)
         if self._rank == 0:
-            while max((await self._store.state.call_one()).versions, default=0) > loop.version:  # generate-8
+            while self._offered(await self._store.state.call_one()) > loop.version:  # generate-8
                 await follower.catch_up()
         self._following = vital_task(follower.run(), "weight follower")  # generate-9
         return loop.version
@@ -163,6 +171,12 @@ class Generator(Actor):
         self._closed.set()
         spans.flush()
 
+    def _offered(self, store: "StoreState") -> int:
+        """The version that this replica must have when it serves."""
+        if self._track is not None:
+            return store.tracks.get(self._track, 0)  # if that one is gone, it waits for the next
+        return max(store.versions, default=0)
+
     async def _joined(self, store: "WeightStore", engine: "VllmEngine") -> "Subscriber":
         from goaly.weights.subscriber import Subscriber
 
@@ -173,6 +187,7 @@ class Generator(Actor):
             self._weight_settings,
             live=engine.live_tensors(),
             naming=engine.naming(),
+            track=self._track,
         )
         await subscriber.join()
         return subscriber

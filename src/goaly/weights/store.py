@@ -180,14 +180,22 @@ class WeightStore(Actor):
 
     @concurrent_endpoint
     async def join_reader(
-        self, name: str, process: ProcessMark, transport: str = "auto", needs: Needs | None = None
+        self,
+        name: str,
+        process: ProcessMark,
+        transport: str = "auto",
+        needs: Needs | None = None,
+        track: str | None = None,
     ) -> Joined:
-        """Add a reader. If not all writers have joined yet, they will cut their buckets to its needs."""
+        """Add a reader, of this track or of the newest versions. If not all writers have joined yet, they will cut
+        their buckets to its needs."""
         reader = next(self._numbers)
         watching = watch(process, lambda: self._reader_ended(reader))
         self._readers[reader] = _Reader(
             name=name, process=process, watch=watching, transport=transport, needs=needs or {}
         )
+        if track is not None:
+            self._versions.follow(reader, track)
         return Joined(number=reader, pulse=process.host != this_host())
 
     @concurrent_endpoint
@@ -214,6 +222,13 @@ class WeightStore(Actor):
             return tuple(sources) if len(sources) == len(self._writers) else None
 
         return await self._until(offered)  # the writers' second offer, or their death
+
+    @concurrent_endpoint
+    async def point(self, track: str, version: int) -> bool:
+        """Let the readers of this track have this version, and keep it in memory (weights-12). False if it is gone."""
+        pointed = self._versions.point(track, version)
+        self._wake()
+        return pointed
 
     @concurrent_endpoint
     async def lease_newer(self, reader: int, request: int, after: int) -> Lease:
@@ -267,6 +282,7 @@ class WeightStore(Actor):
         return StoreState(
             newest=self._versions.newest,
             versions=self._versions.versions,
+            tracks=self._versions.tracks,
             leased={self._readers[who].name: held for who, held in self._versions.leased.items()},
             readers=len(self._readers),
             bytes=sum(one.source.bytes for one in self._writers.values() if one.source is not None),
@@ -332,7 +348,7 @@ class WeightStore(Actor):
     def _forget(self, reader: int) -> None:
         self._readers.pop(reader).watch.close()
         self._digests.left(reader)
-        self._versions.release(reader)
+        self._versions.leave(reader)
         self._wake()
 
     def _supersede(self, reader: int, request: int) -> None:

@@ -50,16 +50,19 @@ class Subscriber(StoreClient):
         live: Mapping[str, torch.Tensor] | None = None,
         naming: Naming | None = None,
         host: str | None = None,
+        track: str | None = None,
     ):
         """`tensors` are the live parameters of this rank, which `apply` writes.
 
         If the model computes with other objects and `tensors` only describe their placement, `live` are those objects.
         `naming` says of which published tensors the tensors are made, where they have other names (`naming.py`).
-        `host` overrides the host that the process counts as.
+        `host` overrides the host that the process counts as. With a `track`, `newest` gives only versions that the
+        store's track was pointed to.
         """
         settings = settings or WeightSettings()
         super().__init__(store, settings, gpu_of(tensors if live is None else live), host)
         self._reader = reader or f"process {os.getpid()}"
+        self._track = track
         self._transport = settings.transport
         self._fetched = FetchedWeights(tensors, live, naming, spare=settings.spare)
         self._join = SharedTask(self._joined)
@@ -194,7 +197,7 @@ class Subscriber(StoreClient):
     async def _joined(self) -> int:
         """Join the store; this reader's number there."""
         joined: Joined = await self._store.join_reader.call_one(
-            self._reader, self._process, self._transport, self._fetched.needs
+            self._reader, self._process, self._transport, self._fetched.needs, self._track
         )
         self._number = joined.number
         if joined.pulse:

@@ -5,11 +5,16 @@
 A method returns None if it can't do its work yet; it can once another call has changed the ledger. All ranks stage a
 version in the same slot; a reader holds at most one lease.
 
+A reader follows the newest version, or a track: a name that points to one version, and is pointed to another one by
+whoever decides which versions may be read. `point` moves it up.
+
     weights-1: A version can be leased only once every writer rank has staged it. A reader applies it only if each
         slot was still sealed with it after the copy, so it sees the whole version or none.
     weights-2: The slot of a leased version is not written, and the newest version is overwritten last. No writer waits
         for a reader: one that finds every slot leased revokes the leases of the oldest version, never the newest's. A
         reader that waits holds the next version from its commit on.
+    weights-12: A reader of a track gets only versions that the track was pointed to. As long as it points to one, the
+        slot of that version is not written, however many versions follow; the writers' end alone loses it.
 """
 
 from dataclasses import dataclass, field
@@ -51,6 +56,8 @@ class StoreState:
     """The newest committed version."""
     versions: tuple[int, ...]
     """The committed versions that are still in memory."""
+    tracks: dict[str, int]
+    """The version that each track points to."""
     leased: dict[str, int]
     """The version that each reader holds."""
     readers: int
@@ -90,6 +97,9 @@ class Versions:
         """Readers that wait for a commit, with the version that it must be above."""
         self._abandoned: tuple[int, str] | None = None
         self._newest_is_lost = False
+        self._tracks: dict[str, int] = {}
+        self._track_of: dict[int, str] = {}
+        """Readers that follow a track."""
 
     def begin(self, rank: int, version: int) -> int | None:
         """The slot in which this rank stages the version; None while the version before it is being staged."""
@@ -147,7 +157,8 @@ class Versions:
         self._newest_is_lost = False
         self._staging = None
         for reader in [reader for reader, after in self._waiting.items() if after < version]:
-            self.lease(reader, version)  # weights-2
+            if reader not in self._track_of:  # weights-12
+                self.lease(reader, version)  # weights-2
         return True
 
     def abandon(self, version: int, why: str) -> None:
@@ -176,6 +187,31 @@ class Versions:
         self._newest_is_lost = True
         self.losses += 1
 
+    def follow(self, reader: int, track: str) -> None:
+        """Let the reader follow this track from now on."""
+        self._track_of[reader] = track
+
+    def point(self, track: str, version: int) -> bool:
+        """Let the track's readers have this version, in place of the one before. False if the version is gone."""
+        before = self._tracks.get(track)
+        if self.newest is None or version > self.newest:  # weights-1
+            raise WeightsError(f"track {track}: version {version} is not committed; the newest is {self.newest}")
+        if before is not None and version < before:
+            raise WeightsError(f"track {track}: version {version} comes after {before}: versions must go up")
+        if version not in self._slots:
+            return False
+        tracks = {**self._tracks, track: version}
+        needed = len(set(tracks.values())) + 2
+        if needed > len(self._slots):
+            raise WeightsError(
+                f"track {track}: needs {needed} slots, there are {len(self._slots)}: raise weights.slots"
+            )
+        self._tracks = tracks
+        for reader in [reader for reader, after in self._waiting.items() if after < version]:
+            if self._track_of.get(reader) == track:
+                self.lease(reader, version)
+        return True
+
     def lease(self, reader: int, version: int) -> bool:
         """Hold the version for the reader, in place of what it held or waited for. False if it is gone."""
         if self.newest is None or version > self.newest:  # weights-1
@@ -187,9 +223,11 @@ class Versions:
         return True
 
     def lease_newer(self, reader: int, after: int) -> int | None:
-        """Hold the newest version for the reader, if it is above `after`; None if it must wait for a commit."""
+        """Hold the newest version, or that of its track, for the reader if it is above `after`; None if it waits."""
         version = max(self.versions, default=None)
-        if version is not None and version > after:
+        if (track := self._track_of.get(reader)) is not None:  # weights-12
+            version = self._tracks.get(track)
+        if version is not None and version > after and version in self._slots:
             self.lease(reader, version)
             return version
         if self.ended is not None and (self.staging is None or self.staging <= after):
@@ -201,6 +239,11 @@ class Versions:
         """Take back what the reader holds, if anything; it waits for nothing."""
         self._leases.pop(reader, None)
         self._waiting.pop(reader, None)
+
+    def leave(self, reader: int) -> None:
+        """Forget the reader."""
+        self.release(reader)
+        self._track_of.pop(reader, None)
 
     def slot_of(self, version: int) -> int:
         """Where a committed version lies."""
@@ -222,6 +265,11 @@ class Versions:
         return dict(self._leases)
 
     @property
+    def tracks(self) -> dict[str, int]:
+        """The version that each track points to."""
+        return dict(self._tracks)
+
+    @property
     def staging(self) -> int | None:
         """The version that is being staged."""
         return None if self._staging is None else self._staging.version
@@ -240,7 +288,7 @@ class Versions:
 
     def _free_slot(self, *, keep_newest: bool = False) -> int | None:
         """An empty slot, or else that of the oldest version without a lease (weights-2), or None."""
-        kept = set(self._leases.values()) | ({self.newest} if keep_newest else set())
+        kept = {*self._leases.values(), *self._tracks.values()} | ({self.newest} if keep_newest else set())
         busy = None if self._staging is None else self._staging.slot
         free = [
             (-1 if version is None else version, slot)
@@ -250,8 +298,8 @@ class Versions:
         return min(free)[1] if free else None
 
     def _revoked_slot(self) -> int:
-        """The slot of the oldest version, after revoking its leases (weights-2)."""
-        oldest = self.versions[0]
+        """The slot of the oldest version that no track points to, after revoking its leases (weights-2)."""
+        oldest = min(set(self.versions) - set(self._tracks.values()))  # weights-12
         for reader in [reader for reader, held in self._leases.items() if held == oldest]:
             del self._leases[reader]  # one that waits for a newer version still does
         return self._slots.index(oldest)
