@@ -4,12 +4,13 @@
                            [key=value ...]
 
 The agents are scripts in real sandboxes, and their patches are graded (`bench/coding_session.py`); the policy is random
-and small. A run without kills, and the same with them: after random times one of these gets SIGKILL: the first process
-of a sandbox, a rollout worker, a generator, and with `--backend remote` the server of sandboxes, which starts again.
-Then the run's log, the host's processes, mounts and control groups are counted:
+and small. A run without kills, and the same with them: after random times, over about as long as the first one took,
+one of these gets SIGKILL: the first process of a sandbox, a rollout worker, a generator, and with `--backend remote`
+the server of sandboxes, which starts again. Then the run's log, the host's processes, mounts and control groups are
+counted:
 
     trained, rejected, failed  how prompts ended, and the reasons of failures
-    unaccounted                tickets without an end, beyond those that the end of the run stopped
+    unaccounted                tickets without an end in the log, but for those that the end of the run stopped
     doubled                    prompts that more than one ticket has, and commands of an agent that ran twice
     orphans                    sandboxes, processes, mounts and control groups that are left
     utilization                busy time of the generator's engine over the time of the run, with kills and without
@@ -35,15 +36,19 @@ from typing import Any
 from bench.chaos import accounts, runs_of
 from bench.durable import Launched
 from bench.report import Machine, exit_on_terminate, options, write
+from goaly.backlog.group_queue import RUN_ENDED
+from goaly.backlog.ledger import State
 from goaly.models.tiny_model import TinyModel, write_tiny_model
 from goaly.sandboxes.control_groups import PREFIX, hierarchies
 from goaly.sandboxes.reaper import live_sandboxes
 from tests.loop.launched import spawned
 
+ERRORS = 5
 GROUP_SIZE = 4
 TASKS = 64
-PAUSE = 4.0
-"""Longest time between two kills."""
+PAUSE = 2.0
+"""Least mean time between two kills."""
+KINDS = ("sandbox", "sandbox", "sandbox", "rollout", "generator")
 LIVED = 5.0
 """Seconds after which a replaced process is killed again."""
 PORT = 8731
@@ -108,8 +113,7 @@ class Victims:
 
     def kill_one(self) -> None:
         """Kill one that lives, of a kind that is drawn."""
-        kinds = ["sandbox", "sandbox", "rollout", "generator", *(["server"] if self._server else [])]
-        kind = self._chance.choice(kinds)
+        kind = self._chance.choice([*KINDS, *(["server"] if self._server else [])])
         if kind == "server":
             assert self._server
             self._server.restart()
@@ -155,8 +159,10 @@ class Server:
         self._process.communicate()
 
 
-def measured(run_dir: Path, words: list[str], sessions: int, backend: str, kills: int, seed: int) -> dict[str, Any]:
-    """One run, and what is left after it."""
+def measured(
+    run_dir: Path, words: list[str], sessions: int, backend: str, kills: int, seed: int, pause: float = PAUSE
+) -> dict[str, Any]:
+    """One run with kills at this mean distance in seconds, and what is left after it."""
     before = left()
     server = Server(sessions) if backend == "remote" else None
     if server:
@@ -172,7 +178,7 @@ def measured(run_dir: Path, words: list[str], sessions: int, backend: str, kills
         while run.process.poll() is None:
             most = max(most, len(sandboxes_of(run_dir.parent)))
             try:
-                run.process.wait(chance.uniform(0.0, PAUSE))
+                run.process.wait(chance.uniform(0.0, 2 * pause))
             except subprocess.TimeoutExpired:
                 if victims.killed.total() < kills:
                     victims.kill_one()
@@ -186,17 +192,32 @@ def measured(run_dir: Path, words: list[str], sessions: int, backend: str, kills
     found, after = accounts(run_dir), left_at_last(before)
     return {
         "exit_code": run.process.returncode,
+        **({"errors": errors(run_dir)} if run.process.returncode else {}),
         "seconds": round(seconds, 1),
+        "step_seconds": round(steps[-1]["run/seconds"] - steps[0]["run/seconds"], 1) if steps else 0.0,
         "killed": dict(victims.killed),
         "most_sandboxes": most,
         "tickets": found["tickets"],
         **{name: summary.get(name) for name in ("trained", "rejected", "failed", "reasons")},
         "retries": sum(step.get("rollout/episode_retries", 0) for step in steps),
-        "unaccounted": found["unaccounted"] + found["lost"],
+        "unaccounted": unaccounted(found, summary.get("reasons") or {}) + found["lost"],
         "doubled": found["doubled"] + int(sum(step.get("bench/repeated_commands", 0) for step in steps)),
         "orphans": len(runs_of(run_dir)) + sum(max(0, after[name] - count) for name, count in before.items()),
         "utilization": utilization(steps),
     }
+
+
+def unaccounted(found: Mapping[str, int], reasons: Mapping[str, int]) -> int:
+    """Tickets of the log without an end, or with one too many, that the run has not stopped when it ended."""
+    stopped = reasons.get(f"{State.REJECTED}: {RUN_ENDED}", 0)
+    return abs(found["tickets"] - found["trained"] - found["failed"] - stopped)
+
+
+def errors(run_dir: Path) -> list[str]:
+    """The errors in the controller's log."""
+    log = run_dir / "logs" / "controller.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line for line in lines if " ERROR " in line][:ERRORS]
 
 
 def utilization(steps: list[dict[str, Any]]) -> float | None:
@@ -235,10 +256,11 @@ def main() -> int:
     machine, folder = Machine.now(), Path(tempfile.mkdtemp(prefix="bench-coding-"))
     try:
         words = [*settings(folder, given.sessions, given.steps), *given.overrides]
-        arms = {
-            name: measured(folder / name, words, given.sessions, given.backend, kills, given.seed)
-            for name, kills in (("undisturbed", 0), ("disturbed", given.kills))
-        }
+        fixed = words, given.sessions, given.backend
+        undisturbed = measured(folder / "undisturbed", *fixed, 0, given.seed)
+        pause = max(PAUSE, undisturbed["step_seconds"] / (given.kills + 1))
+        disturbed = measured(folder / "disturbed", *fixed, given.kills, given.seed, pause)
+        arms = {"undisturbed": undisturbed, "disturbed": disturbed}
     finally:
         shutil.rmtree(folder)
     found = {"sessions": given.sessions, "backend": given.backend, **arms}

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from goaly.agents.session_files import forget_group
 from goaly.backlog.events import CANCELLED, Ticket
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed, first_error, root_cause
-from goaly.generate.connection import POISON_DEATHS
+from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
 from goaly.rollout.group_runner import NO_ROOM, GroupSummary
@@ -20,6 +20,7 @@ from goaly.rollout.rollout_worker import RolloutWorker
 from goaly.rollout.running_episodes import EvaluationFailed, Failed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
+from goaly.run.suspect_groups import SuspectGroups
 from goaly.run.wait_reports import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 16
 """The run ends after this many failed groups without a completed group between them, and an evaluation after this many
-failed episodes."""
+failed episodes. A row of groups ends the run only if it is longer than the number that ran when it began: they may have
+failed for one reason, such as the death of a server of sandboxes."""
 
 TOO_LONG_IN_A_ROW = 64
 """The run ends after this many groups without room for an answer and without a completed group between them."""
@@ -42,7 +44,8 @@ CANCEL_SECONDS = 1.0
 class RolloutStage:
     """Stage 2: runs groups of episodes on the rollout workers.
 
-    A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them. With `fixed`, a group
+    A group under which workers have died `POISON_DEATHS` times fails: it may be what kills them. The suspects of a
+    worker begin one after the other, so that they do not fail with it (`SuspectGroups`). With `fixed`, a group
     runs again on its first worker or the one in its place, also with the next hub. A group that ends while its worker
     is dead leaves no session file: later workers would wait for it.
 
@@ -72,10 +75,12 @@ class RolloutStage:
         self._replicas: Mapping[str, Generator] = {}
         self._announcements: set[asyncio.Task[None]] = set()
         self._running = [0] * len(self.workers)
+        self._suspects = [SuspectGroups() for _ in self.workers]
         self._groups: dict[int, tuple[int, Prompt]] = {}
         """The worker and the prompt of each running group, by ticket."""
         self._evaluations = itertools.count()
         self._failures_in_a_row = self._too_long_in_a_row = self._too_long = 0
+        self._ran_as_row_began = 0
         self._closed = False
 
     async def start(self) -> None:
@@ -105,13 +110,18 @@ class RolloutStage:
         async def run(worker: RolloutWorker) -> GroupSummary:
             if backlog is not None and backlog.hub != hub:
                 raise Lost(f"{hub} died before the group began")
+            if turn is not None:
+                turn.begin()
             return await worker.run_group.call_one(ticket, prompt)
 
-        for _ in range(POISON_DEATHS):
+        for deaths in range(POISON_DEATHS):
             index = self._home(ticket.index)
             group = self._groups[ticket.index] = index, prompt
+            is_suspect = deaths >= SUSPECT_DEATHS
+            self._running[index] += 1
             try:
-                self._judge(await self._run_on(index, "rollout.run_group", run))
+                async with self._suspects[index].turn(f"{hub} {ticket.index}") if is_suspect else nullcontext() as turn:
+                    self._judge(await self.workers[index].call("rollout.run_group", run))
                 return
             except Lost:
                 if backlog is not None and not await backlog.is_running(ticket.index, hub):
@@ -121,6 +131,7 @@ class RolloutStage:
                 self._cancel_later(self.workers[index], ticket.index, hub)
                 raise
             finally:
+                self._running[index] -= 1
                 if self._groups.get(ticket.index) is group:  # or the next hub has given the ticket out again
                     del self._groups[ticket.index]
         self._drop(ticket.index, hub, POISONED)
@@ -155,8 +166,10 @@ class RolloutStage:
         group = f"group {summary.ticket} ({summary.prompt_id})"
         if summary.failed is not None:
             self._failures_in_a_row += 1
+            if self._failures_in_a_row == 1:
+                self._ran_as_row_began = len(self._groups)
             logger.warning("%s failed: %s", group, summary.failed)
-            if self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, 1 + self._ran_as_row_began):
                 raise RunFailed(f"{self._failures_in_a_row} groups failed in a row; the last: {summary.failed}")
         elif summary.rewards:
             self._failures_in_a_row = self._too_long_in_a_row = 0
