@@ -241,7 +241,7 @@ class AnswerParser:
 
 
 def starts_of_calls(parser: object) -> list[str]:
-    """The texts that begin a tool call, as far as vLLM's parser names them (`docs/agents.md`)."""
+    """The texts that begin a tool call, as far as vLLM's parser names them (`docs/agent_endpoint.md`)."""
     named = [name for name in dir(parser) if name.startswith("bot_") or ("start" in name and _CALL.search(name))]
     values = [getattr(parser, name, None) for name in named]
     if (engine := getattr(parser, "_parser_engine", None)) is not None:

@@ -1,6 +1,6 @@
 """The policy as an episode chats with it: messages in, a message out. What it samples is recorded in a session.
 
-`docs/agents.md` has an example with tools.
+`docs/agent_endpoint.md` has an example with tools.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 """A session: the tree of everything that the policy sampled for one episode of an agent.
 
-It finds the prompt of each request, and makes the episode's trajectories. `docs/agents.md` draws the tree. No I/O: the
+It finds the prompt of each request, and makes the episode's trajectories (docs/agent_endpoint.md draws the tree). The
 gateway sends the requests and keeps the time. An ended session takes neither turns nor rewards: its log is complete.
 
 Invariants

@@ -1,4 +1,4 @@
-"""The queue between the collecting and the training loop. Asyncio, no actors, no I/O; `queue.py` is its actor.
+"""The queue between the collecting and the training loop: asyncio, no I/O. `trajectory_queue.py` is its actor.
 
 Combines admission, ledger, order and batches, and lets callers wait: `admit` until a group may start, `next_batch`
 until the window holds the groups of a step. Every change wakes all waiters; nothing is polled.

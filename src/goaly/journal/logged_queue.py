@@ -19,7 +19,7 @@ from torch import Tensor
 from goaly.backlog.batch import Batch, BatchHandle
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import Wait
-from goaly.backlog.queue import TrajectoryQueue
+from goaly.backlog.trajectory_queue import TrajectoryQueue
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.telemetry import spans
 from goaly.journal.records import Drawn, Published, Record, Resumed

@@ -13,7 +13,7 @@ from goaly.base.errors import ConfigError
 from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.coding.settings import CodingSettings
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings, SamplingSettings, vllm_device
-from goaly.journal.settings import CheckpointSettings
+from goaly.journal.checkpoint_settings import CheckpointSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.numerics import SLICES

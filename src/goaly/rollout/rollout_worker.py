@@ -43,7 +43,7 @@ from goaly.rollout.settings import RolloutSettings
 from goaly.trajectory import Group
 
 if TYPE_CHECKING:
-    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.backlog.trajectory_queue import TrajectoryQueue
     from goaly.generate.generator import Generator
     from goaly.reward.pool_actor import RewardPool
 

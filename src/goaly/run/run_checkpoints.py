@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from goaly.base.errors import CorruptLog, RunFailed, os_error
 from goaly.journal.checkpoint_folder import Checkpoints
-from goaly.journal.settings import CheckpointSettings
+from goaly.journal.checkpoint_settings import CheckpointSettings
 from goaly.run.replaceable_actors import Lost
 
 logger = logging.getLogger(__name__)

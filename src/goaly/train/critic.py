@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from goaly.backlog.batch import BatchHandle
-    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.backlog.trajectory_queue import TrajectoryQueue
     from goaly.train.model_engine import ModelEngine
     from goaly.trajectory import PackedRows
 

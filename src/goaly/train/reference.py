@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from goaly.backlog.batch import BatchHandle
-    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.backlog.trajectory_queue import TrajectoryQueue
     from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import PackedRows
     from goaly.weights.store import WeightStore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.backlog.trajectory_queue import TrajectoryQueue
     from goaly.train.model_engine import ModelEngine
     from goaly.trajectory import PackedRows
 

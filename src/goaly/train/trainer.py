@@ -25,7 +25,7 @@ from goaly.weights.settings import WeightSettings
 
 if TYPE_CHECKING:
     from goaly.backlog.batch import BatchHandle
-    from goaly.backlog.queue import TrajectoryQueue
+    from goaly.backlog.trajectory_queue import TrajectoryQueue
     from goaly.losses.objective import Objective
     from goaly.train.train_engine import TrainEngine
     from goaly.weights.publisher import Publisher

@@ -11,7 +11,7 @@ import pytest
 
 from goaly.base.errors import RunFailed
 from goaly.journal.checkpoint_folder import Checkpoints
-from goaly.journal.settings import CheckpointSettings
+from goaly.journal.checkpoint_settings import CheckpointSettings
 from goaly.run.run_checkpoints import RunCheckpoints
 
 
