@@ -14,10 +14,10 @@ SOURCE = Path(__file__).parents[2] / "src/goaly"
 ORDER = (
     *("base", "trajectory", "prompts", "losses", "reward", "backlog", "weights", "numerics", "models", "generate"),
     *("train", "environments", "sandboxes", "grading", "agents", "rollout", "coding"),
-    *("journal", "plan", "run", "live", "parity", "replay"),
+    *("journal", "simulator", "plan", "run", "live", "parity", "replay"),
 )
 """Each room may import those before it."""
-MOST_ROOMS = 20
+MOST_ROOMS = 21
 MOST_LINES_OF_A_ROOM = 4000
 MOST_LINES_OF_A_FILE = 400
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from goaly.base.errors import PoisonRequest, ReplicaLost
 from goaly.base.process import give_up
 from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS, Connection
+from goaly.generate.replica_choice import least_loaded
 from goaly.generate.request import Sample, Sampling
 from goaly.generate.streamed_answer import OnPart, StreamedAnswer
 
@@ -137,8 +138,7 @@ class Router:
 
     def _least_loaded(self) -> _ConnectedReplica:
         replicas = list(self._replicas.values())
-        count = len(replicas)
-        index = min(range(count), key=lambda i: (len(replicas[i].requests), (i - self._turn) % count))
+        index = least_loaded([len(replica.requests) for replica in replicas], self._turn)
         self._turn = index + 1
         return replicas[index]
 
