@@ -94,7 +94,7 @@ def turns(seconds: float) -> int:
 
 
 def session(tokens: int) -> EpisodeFunction:
-    """An episode of turns with so many tokens of the policy, and an environment that takes its time between them."""
+    """An episode of turns with this many tokens of the policy, and an environment that takes its time between them."""
 
     async def episode(prompt: Prompt, context: EpisodeContext) -> list[Trajectory]:
         key = f"{prompt.id} {context.sample_index}"
@@ -111,7 +111,7 @@ def session(tokens: int) -> EpisodeFunction:
 
 
 def settings(tokens: int, model: Path, folder: Path) -> list[str]:
-    """The settings of every arm, with a copy of the model if its context is too short for turns of so many tokens."""
+    """The settings of every arm, with a copy of the model if its context is too short for turns of this many tokens."""
     room = max(256, MOST_TURNS * (tokens + BESIDE_ANSWERS))
     path = with_context(room, model, folder)
     return [*SETTINGS, f"generator.max_context={room}", f"backlog.row_length={max(1024, room)}", f"model.path={path}"]
@@ -135,7 +135,7 @@ class Finished:
 
 
 def schedule(rounds: int) -> Iterator[tuple[int, str]]:
-    """The runs of so many rounds, by round and arm."""
+    """The runs of N rounds, by round and arm."""
     for number in range(rounds):
         yield from ((number, ALONE), (number, ASYNC))
     yield from ((0, arm) for arm in ARMS if arm != ASYNC)
@@ -184,7 +184,7 @@ def sessions(facts: Sequence[LoggedEpisode]) -> dict[str, Any]:
 
 
 def measure(config: RunConfig, tokens: int, number: int, arm: str, place: Path) -> Finished:
-    """One run of an arm, with these settings and turns of so many tokens, in this folder."""
+    """One run of an arm, with these settings and turns of this many tokens, in this folder."""
     machine = Machine.now()
     if arm == ALONE:
         seconds, training = measure_alone(config, session(tokens), place)

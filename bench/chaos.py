@@ -43,7 +43,7 @@ DEADLINE_SECONDS = 900.0
 
 
 def disturbed(run_dir: Path, settings: list[str], kills: int, chance: random.Random) -> tuple[Counter[str], int]:
-    """Run to the end, with so many kills; the kills by process, and how often the run was resumed by hand."""
+    """Run to the end with N kills. Returns the kills by process, and the number of resumes by hand."""
     killed: Counter[str] = Counter()
     run, resumed = Launched(run_dir, *settings), 0
     try:

@@ -12,7 +12,7 @@ From runs of `configs/grpo/tiny.yaml` on its warm start:
     resume_seconds     from `--resume`, after `kill -9` of the controller, to the next new step
     replay_over_train  steps a second of `python -m goaly.replay` over those of the trainer in the run
 
-And from a trainer alone, with a model of so many layers and width:
+And from a trainer alone, with a model of `--layers` and `--dim`:
 
     stall_over_copy    the trainer's wait for a checkpoint over a plain copy of the same state into memory that is
                        there already; checkpoint and copy take turns

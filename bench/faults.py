@@ -198,7 +198,7 @@ class LaunchedServer(LaunchedRun):
         return self.answered
 
     def wait_for_steps(self, count: int, seconds: float = LIMIT_SECONDS) -> None:
-        """Ask until so many requests are answered."""
+        """Ask until this many requests are answered."""
         url = self.text().partition(" at ")[2].split()[0]
         while self.answered < count:
             asked = httpx.post(f"{url}/completions", json={"model": "any", "prompt": "1+2="}, timeout=seconds)

@@ -93,7 +93,7 @@ def lines_of(file: Path) -> list[str]:
 
 
 def arms(cores: int) -> list[Arm]:
-    """The arms on so many cores."""
+    """The arms on this many cores."""
     divided = [Arm(name=f"divided/{bound}", overrides=(f"backlog.max_staleness={bound}",)) for bound in (0, 1, 8)]
     both = (f"generator.replicas={cores}", f"trainer.fsdp={cores}", "hosts.bind={}", "backlog.max_staleness=0")
     return [*divided, Arm(name="colocated/0", overrides=both)]
@@ -117,7 +117,7 @@ def room_for(name: str, model: Path, folder: Path) -> tuple[str, ...]:
 
 
 def with_context(room: int, model: Path, folder: Path) -> Path:
-    """The model's folder, or a copy whose context has room for so many tokens."""
+    """The model's folder, or a copy whose context has room for this many tokens."""
     described = json.loads((model / "config.json").read_text())
     if described["max_position_embeddings"] >= room:
         return model

@@ -4,13 +4,13 @@
 
 Real ranks train tiny models, dense and with experts, latent attention, sinks, adapters and bitwise numerics: a batch of
 two microbatches, or of four with pipeline stages, and an optimizer step, twice. One rank of each group that a dry run
-tells apart is measured: each stage of a pipeline, and ranks with smaller shards. What its tensors take is read from
-torch's allocator, by its profiler; the peak is that of the second batch. Experts get the load that a dry run assumes,
-by replayed choices: those of a stage's first rank have a tenth more tokens than the mean, the same in each layer.
-Beside the peak are the dry run's estimate for the same rank, their ratio, and by how much the process grew, which
-includes the libraries' own buffers and what the C allocator keeps. A frozen reference computes log-probs instead. The
-ring and the copy for a checkpoint of a trainer, and the weights, fetched weights and key-value cache of a generator are
-held all the time: the bytes of their memory are counted.
+tells apart is measured: each stage of a pipeline, and ranks with smaller shards. torch's profiler reports the memory of
+its tensors; the peak is that of the second batch. Experts get the load that a dry run assumes, by replayed choices:
+those of a stage's first rank have a tenth more tokens than the mean, the same in each layer. Beside the peak are
+the dry run's estimate for the same rank, their ratio, and the growth of the process, which includes the libraries' own
+buffers and the C allocator's. A frozen reference computes log-probs instead. The ring and the copy for a checkpoint of
+a trainer, and the weights, fetched weights and key-value cache of a generator are held all the time: the bytes of their
+memory are counted.
 
 A dry run of Qwen3-235B-A22B is timed, and its memory measured. The exit code is 1 if an estimate is off by more than
 10 %, or the dry run takes more than a minute or 4 GB.

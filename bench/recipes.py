@@ -178,9 +178,9 @@ def warm_start(file: str) -> dict[str, Any]:
 
 
 def settled(config: "RunConfig | SftConfig") -> dict[str, Any]:
-    """What the config decides that matters to the result, as plain values.
+    """The settings on which the result depends, as plain values.
 
-    Without what is at its default: a new setting that changes nothing where nobody sets it leaves old runs valid.
+    Defaults are left out: a new setting whose default changes nothing leaves old runs valid.
     """
     from goaly.base.config.schema import default_values, plain
 
@@ -262,7 +262,7 @@ def latest(recipes: Sequence[Recipe], found: Sequence[Finished]) -> dict[str, li
 
 
 def complaints(runs: Runs, seeds: int) -> list[str]:
-    """What keeps the recipes and controls from all passing, a line each."""
+    """The reasons why not all recipes and controls pass, a line each."""
     controls = [run for name, of_name in runs.items() if name.startswith(CONTROL) for run in of_name]
     best_control = max((run.area for run in controls), default=None)
     lines = []

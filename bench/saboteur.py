@@ -34,7 +34,7 @@ ANSWER_SECONDS = 10.0
 """A process that has not answered by then is broken."""
 STUCK_SECONDS = 1e6
 STEPS = 2
-"""A run works once so many steps are recorded."""
+"""A run works once this many steps are recorded."""
 PLANTED = "sabotage: planted"
 NOT_PLANTED = "sabotage: not planted"
 
@@ -54,12 +54,12 @@ POINTS = {
     "judge": "goaly.reward.verifier_pool:VerifierPool._judge",
     "agree": "goaly.generate.engine_loop:RankLink.all_agree",
 }
-"""What a process does, and the method that does it."""
+"""The method of each piece of a process's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What breaks, how, and when."""
+    """A fault: the process, the kind and the moment."""
 
     process: str
     """The name under which the run spawned it; "verifier" is a child of rollout-0, "fork server" the controller's."""

@@ -123,7 +123,7 @@ class PlainLoop(Actor):
 
     @endpoint
     def run(self, steps: int) -> float:
-        """Seconds that so many steps took."""
+        """The seconds of N steps."""
         started = time.perf_counter()
         for _ in range(steps):
             self._step()

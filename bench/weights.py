@@ -248,7 +248,7 @@ def main() -> None:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--gb", type=_sizes, default=[0.5], help="size of the weights in GB; several by commas")
     weights.add_argument("--model", choices=MODELS, help="the weights of this model")
-    parser.add_argument("--keys", type=int, default=24, help="at least so many tensors")
+    parser.add_argument("--keys", type=int, default=24, help="least number of tensors")
     parser.add_argument("--row-kib", type=int, default=8, help="length of a matrix's rows in KiB, a power of 2")
     parser.add_argument("--src", type=_axes({"fsdp": 1, "tp": 1}), default={"fsdp": 2}, help="trainer: fsdp=N or tp=N")
     parser.add_argument("--dst", type=_axes({"tp": 1, "replicas": 1}), default={"tp": 2, "replicas": 2})

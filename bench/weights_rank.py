@@ -22,7 +22,7 @@ from goaly.weights.settings import WeightSettings
 from goaly.weights.subscriber import Subscriber
 
 CHUNK, IN_FLIGHT = 8 << 20, 4
-"""Reads with RDMABuffer alone use buffers of this size, so many at a time."""
+"""Reads with RDMABuffer alone use buffers of this size, and this many at a time."""
 
 
 class Rank(Actor):

@@ -70,7 +70,7 @@ class SftFolder:
 
 
 def fingerprint(config: SftConfig) -> str:
-    """What tells one config's model from another's: all but how the run is shown, saved and spread over threads."""
+    """A digest of the settings on which the model depends, without those of display, saving and threads."""
     content = asdict(config)
     for name in ("output", "telemetry", "checkpoint_every"):
         del content[name]

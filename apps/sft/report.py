@@ -1,4 +1,4 @@
-"""What a supervised run records and shows of its steps."""
+"""The metrics that a supervised run records and shows."""
 
 import time
 

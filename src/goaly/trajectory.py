@@ -106,7 +106,7 @@ class Trajectory:
     environment: str
     outcome: Outcome
     notes: Sequence[Mapping[str, Any]] = ()
-    """JSON objects that the script noted, `after` so many answers. An episode's first trajectory has them."""
+    """JSON objects that the script noted, each `after` N answers. An episode's first trajectory has them."""
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens, where=f"trajectory {self.prompt_id}/{self.sample_index}")

@@ -1,7 +1,7 @@
 """The bridge between a sampled answer and the policy's next one: what the chat template adds to a recorded prompt.
 
-Whether the template only appends is decided on its own renderings, compared with each other. What was sampled is never
-compared with them: the policy writes white space and JSON in its own way.
+To decide whether the template only appends, its own renderings are compared with each other, never with sampled text:
+the policy writes white space and JSON in its own way.
 
 The stop token that ends an answer is in the tokens once: sampled, or else the first token of the bridge.
 

@@ -1,4 +1,4 @@
-"""The policy as an episode chats with it: messages in, a message out. What it samples is recorded in a session.
+"""The policy as an episode chats with it: messages in, a message out. A session records its samples.
 
 `docs/agent_endpoint.md` has an example with tools.
 """

@@ -37,7 +37,7 @@ def tokens_of(file: str | None, variable: str) -> tuple[str, ...]:
 
 
 def is_one_of(given: str, tokens: Collection[str]) -> bool:
-    """Whether this is one of the tokens. All are compared, each in constant time: the time tells nothing."""
+    """Whether this is one of the tokens. It compares all of them in constant time, so that the time reveals nothing."""
     found = [secrets.compare_digest(given.encode(errors="replace"), token.encode()) for token in tokens]
     return any(found)
 

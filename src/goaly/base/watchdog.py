@@ -92,7 +92,7 @@ class WorkWatchdog:
         self._thread = threading.Thread(target=self._watch, name="work watchdog", daemon=True)
         self._starting = threading.Lock()
         self.works: dict[int, Work] = {}
-        """What each thread is working on."""
+        """The present work of each thread."""
         self.is_idle = True
         """Whether a piece of work that begins has to call `wake`."""
 

@@ -104,7 +104,7 @@ def _wait(owner: int, woken: int, child: int, ended: dict[int, int]) -> None:
 
 
 def _sweep(ended: dict[int, int]) -> None:
-    """Kill all descendants: whoever loses its parent becomes a child of this process (environments-1)."""
+    """Kill all descendants: a process that loses its parent becomes a child of this process (environments-1)."""
     while True:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pooled(Protocol):
-    """What a pool keeps: an `Environment`, or the tools of an MCP server."""
+    """A member of a pool: an `Environment`, or the tools of an MCP server."""
 
     @property
     def alive(self) -> bool:

@@ -46,7 +46,7 @@ SUSPECT_DEATHS = 2
 POISON_DEATHS = 3
 
 Results = list[tuple[str, VersionedTokens | Sample | Exception | None]]
-"""Request ids, each with a part of its answer, its sample or its error. None tells a suspect that its turn has come."""
+"""Request ids, each with a part of its answer, its sample or its error. None tells a suspect to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Ways:
     socket: str
     """The address of its listener, for a replica on its host."""
     port: Port[Results]
-    """For a replica elsewhere, whose first message is empty: it says that this way is taken."""
+    """For a replica elsewhere, whose first message is empty: it confirms the connection."""
 
 
 class Connection:

@@ -61,7 +61,7 @@ def shown(episode: ReadEpisode, chat: ChatTokenizer, *, tokens: bool = False) ->
 
 
 def facts_of(one: LoggedEpisode) -> str:
-    """What became of an episode, or of a ticket without one, in a line or several."""
+    """The outcome of an episode, or of a ticket without one, in a line or several."""
     what = f"{'episode' if one.sample is not None else 'ticket'} {one.id}: {one.state}"
     what += f" ({one_line(one.why)})" if one.why else ""
     what += f", step {one.step}" if one.step is not None else ""

@@ -83,7 +83,7 @@ class ReadEpisode:
     """None if its record was deleted."""
     trajectories: tuple[Trajectory, ...]
     columns: list[Mapping[str, Tensor]]
-    """What later stages added to each trajectory `[T]`: advantages, log-probs of the reference, values."""
+    """The columns that later stages added to each trajectory `[T]`: advantages, log-probs of the reference, values."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,7 +262,7 @@ class _LogReader:
 
 
 def _facts(ticket: int, source: str, trajectories: tuple[Trajectory, ...]) -> LoggedEpisode:
-    """What the tokens say."""
+    """The entry of an episode, from its tokens."""
     first = trajectories[0]
     versions = torch.cat([one.tokens["sampler_versions"][one.tokens["trained"]] for one in trajectories])
     answers = [one.turn for one in turns_of(trajectories) if one.author == POLICY]

@@ -21,7 +21,7 @@ from goaly.rollout.failed_episodes import FAILED_FOLDER
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """What a run folder says of its episodes, beside its log."""
+    """The facts in a run folder about its episodes, beside its log."""
 
     path: Path
     settings: Mapping[str, Any]

@@ -1,6 +1,6 @@
 """The inner attention of a share of the tokens, under context parallelism (`context_parallel.py`).
 
-On a CPU, documents that start in the share are packed as on one rank (`attention.py`). What continues a document
+On a CPU, documents that start in the share are packed as on one rank (`attention.py`). A document's continuation
 attends to the document's earlier tokens in full and to its own in causal order; the two are merged by their
 normalizers, and the backward pass of each is that of the merged result. No matrix of scores is materialized. With sinks
 it is the attention of one rank with fewer queries than keys (`sink_attention.py`). On a GPU it is one variable-length

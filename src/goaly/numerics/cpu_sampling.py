@@ -8,7 +8,7 @@ The kernels of experts and linear layers read a copy of the weights in their own
 they change.
 
 vLLM draws a token for each request of a step, and drops that of a prompt of which only a part is computed. On a GPU it
-then sets the request's generator back by one draw, but a CPU's generator has no such operation. Here such a request
+then sets the request's generator back by one draw, but a CPU's generator has no such operation. Here that request
 draws without its generator. So a request with a seed gets the same draws, in however many steps its prompt is computed.
 
 Importing this module does once what vLLM repeats at the start of each engine on CPUs: a fork server's forks have it.

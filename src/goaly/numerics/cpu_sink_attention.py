@@ -65,7 +65,7 @@ def with_sinks(out_BLNV: Tensor, sums_BLN: Tensor, sinks_N: Tensor) -> Tensor:
 
 
 def _blocks(count: int, length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """So many queries, and the keys that any of them sees."""
+    """Blocks of queries, each with the keys that any of them sees."""
     earlier = length - count
     for begin in range(0, count, QUERIES):
         end = min(begin + QUERIES, count)

@@ -105,7 +105,7 @@ def _as_rank(work: Callable[..., Found], arguments: tuple[Any, ...], rank: int, 
 
 @contextmanager
 def _fake_group(rank: int, ranks: int) -> Any:
-    """A process group of so many ranks, in which collectives do nothing."""
+    """A process group of this size in which collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

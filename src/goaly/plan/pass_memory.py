@@ -266,7 +266,7 @@ def _sharded(
 
 
 def _route_evenly(model: Any, tokens: int) -> None:
-    """Give the dispatchers of experts the counts of an even routing of so many tokens: fake tensors have no values."""
+    """Give the dispatchers of experts the counts of an even routing of these tokens: fake tensors have no values."""
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     for module in model.modules():

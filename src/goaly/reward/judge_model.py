@@ -1,7 +1,7 @@
 """A model that scores responses, asked by OpenAI's API: an LLM judge in the place of a verifier's processes.
 
-Its client repeats requests that meet a busy or failing server. What fails in the end, or exceeds the time limit, is
-treated as a verifier's failure is (`failures.py`).
+Its client repeats requests that meet a busy or failing server. A request that fails in the end, or exceeds the time
+limit, counts as a verifier's failure (`failures.py`).
 """
 
 import asyncio

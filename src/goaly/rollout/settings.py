@@ -27,9 +27,9 @@ class RolloutSettings(Settings):
     cut_off_reward: CutOffReward = "worst"
     """Reward of an episode whose chats a limit cut off (`episode_seconds`, `session`, or the context) before its script
     or its agent gave one. `worst`: the lowest reward of the group's finished episodes, at most 0. `exclude`: it leaves
-    its group, and counts in no baseline and no loss; a late one leaves it whoever took the time. A number: this reward.
-    Where an answer fills the context, the script's reward of it counts if it is a pass or lower. Choose `exclude` if
-    limits say nothing of the policy, such as ones that are too short for some tasks."""
+    its group, and counts in no baseline and no loss; a late one leaves it, also where its environment was slow. A
+    number: this reward. Where an answer fills the context, the script's reward of it counts if it is a pass or
+    lower. Choose `exclude` if limits say nothing of the policy, such as ones that are too short for some tasks."""
     episode_retries: NonNegativeInt = 0
     """How often an episode may begin again after its environment or tool server died, was disconnected or exceeded a
     time limit of its own. Nothing of a failed attempt is trained, and each has the time of `episode_seconds`. Raise it

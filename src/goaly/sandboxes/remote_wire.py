@@ -30,7 +30,7 @@ WINDOW = 1 << 18
 MOST_QUEUED = 1 << 20
 """Bytes that wait for the connection before pipes have to."""
 TICKS = 6
-"""The limit of silence has so many ticks: a stall of this process itself counts as one."""
+"""Ticks in the limit of silence: a stall of this process itself counts as one."""
 REQUEST, ANSWER, ERROR, CANCEL, DATA, ROOM, NOTICE, PING, PONG = (bytes([letter]) for letter in b"QAECDRNPO")
 READY = 255
 """The pipe on which the other side says that a long call has begun."""

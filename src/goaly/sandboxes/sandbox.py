@@ -148,7 +148,7 @@ class Sandbox(ABC):
 
 
 class SandboxHost(ABC):
-    """Starts sandboxes. What it started ends with its `close`, or with its process."""
+    """Starts sandboxes. They end with its `close`, or with its process."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> Sandbox:

@@ -73,8 +73,8 @@ class Shell:
         user: int | None = None,
         one_stream: bool = False,
     ) -> Self:
-        """A shell, which keeps `output_bytes` of each stream of a command. Who adopts the sandbox can go on with it.
-        With `one_stream` errors are in the output, in the order in which a terminal would show them."""
+        """A shell, which keeps `output_bytes` of each stream of a command. A process that adopts the sandbox can go on
+        with it. With `one_stream` errors are in the output, in the order in which a terminal would show them."""
         words = ["bash", "--noprofile", "--norc", "-c", f"{ONE_STREAM if one_stream else ''}{PROGRAM}"]
         process = await sandbox.start(words, cwd=cwd, user=user, output_bytes=output_bytes, extra_pipes=2)
         await sandbox.keep(process)

@@ -2,8 +2,8 @@
 
 Each rank of a stage works with one rank of every other stage, its column, on the same rows. A microbatch goes forward
 through the column, and its gradient back: a rank sends hidden states to the next stage and their gradients to the
-previous one. The order of passes is 1F1B (arXiv:2104.04473): a stage begins with so many forward passes that the next
-stage is never without work, and then alternates between backward and forward passes.
+previous one. The order of passes is 1F1B (arXiv:2104.04473): a stage begins with enough forward passes to keep the
+next stage busy, and then alternates between backward and forward passes.
 
 torchtitan's schedules want microbatches of one shape. Packed microbatches have any number of tokens, but all ranks of a
 column know them, so the schedule here is goaly's own and pads nothing. One rank alone is the only stage of its
@@ -140,7 +140,7 @@ class Pipeline:
         hidden: Callable[[int], Tensor] | None = None,
     ):
         """`mesh` is the column's; None if there is only one stage. `hidden` makes an empty tensor for this rank's
-        hidden states of a microbatch of so many tokens, which tensor-parallel ranks divide among `tp_mesh`. The column
+        hidden states of a microbatch with N tokens, which tensor-parallel ranks divide among `tp_mesh`. The column
         `writes` if it has the rank that writes folders."""
         self.stage = stage
         self.mesh = mesh

@@ -33,7 +33,7 @@ class TrainEngine(ModelEngine):
         offload: bool = False,
         earlier_policies: int = 0,
     ):
-        """With bitwise numerics it keeps so many `earlier_policies` to compare their samples, too."""
+        """With bitwise numerics it keeps the last `earlier_policies` versions to compare their samples, too."""
         from goaly.train.logprob_head import LOGPROBS
 
         super().__init__(model, settings, LOGPROBS, trains=trains, offload=offload)

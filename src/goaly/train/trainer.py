@@ -50,7 +50,7 @@ class PolicyTrainer(ModelActor):
         earlier_policies: int = 0,
     ):
         """Batches come from the `queue`, and versions of the policy go to the `store`. With bitwise numerics samples of
-        so many `earlier_policies` are compared, too."""
+        the last `earlier_policies` versions are compared, too."""
         self._settings = settings
         self._model = model
         self._loss_settings = loss

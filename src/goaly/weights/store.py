@@ -46,7 +46,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedWriter(Joined):
-    """The store's answer to a writer rank: the shards that it stages, in so many slots."""
+    """The store's answer to a writer rank: the shards that it stages, and the number of slots."""
 
     layout: Layout
     needs: tuple[Needs, ...]

@@ -5,8 +5,8 @@
 A method returns None if it can't do its work yet; it can once another call has changed the ledger. All ranks stage a
 version in the same slot; a reader holds at most one lease.
 
-A reader follows the newest version, or a track: a name that points to one version, and is pointed to another one by
-whoever decides which versions may be read. `point` moves it up.
+A reader follows the newest version, or a track: a name that points to one version. `point` moves it up, once that
+version may be read.
 
     weights-1: A version can be leased only once every writer rank has staged it. A reader applies it only if each
         slot was still sealed with it after the copy, so it sees the whole version or none.
@@ -332,7 +332,7 @@ class Digests:
         self._of = {one: digest for one, digest in self._of.items() if one in (*kept, version)}
 
     def leased(self, reader: int, version: int) -> int | None:
-        """The digest of a version that this reader leases. One that never had any, or missed so many, gets another."""
+        """The digest of a version that this reader leases. One that had none, or missed too many, gets one soon."""
         missed = self._missed.get(reader, self._every) + 1
         if self._of[version] is not None or missed > self._every:
             self._wanted |= self._of[version] is None
