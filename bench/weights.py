@@ -12,7 +12,7 @@ theirs; all readers apply. Then follows an update as in a run, whose readers wai
 time from the end of the staging. All numbers are medians.
 
 With `--transport rdma` the readers count as processes of another host and pull over Monarch's RDMABuffer, or TCP
-without such hardware. In alternation, the same bytes are read with RDMABuffer alone and over a plain socket.
+without such hardware. In alternation, the same bytes are read with RDMABuffer alone.
 
 `--transport torchstore` alternates an update over shared memory with TorchStore's put and get of the same state dict:
 `update` is the time from the start of the publish to the last reader's apply, `blocked` its part in which trainer or
@@ -104,7 +104,7 @@ class Bench:
         return {"publish_to_applied": applied - at, "committed_to_applied": applied - max(ends)}
 
     async def beside_rdmabuffer(self, count: int) -> float:
-        """Alternate a pull with reads of the same bytes by RDMABuffer alone and by a socket; a reader's bytes."""
+        """Alternate a pull with reads of the same bytes by RDMABuffer alone; a reader's bytes."""
         readers = [replica.slice(procs=rank) for replica in self._replicas for rank in range(len(replica))]
         fetched, served = 0, []
         for version in range(count + WARM_UPDATES):
@@ -114,13 +114,11 @@ class Bench:
             if not served:
                 fetched = max(await asyncio.gather(*(reader.fetched_bytes.call_one() for reader in readers)))
                 served = list((await self._trainer.serve.call(fetched)).values())
-            pairs = [(reader, *served[number % len(served)]) for number, reader in enumerate(readers)]
+            pairs = [(reader, served[number % len(served)]) for number, reader in enumerate(readers)]
             at = time.monotonic() + LEAD_SECONDS
-            alone = max(await asyncio.gather(*(r.read_buffers.call_one(held, fetched, at) for r, held, _ in pairs)))
-            at = time.monotonic() + LEAD_SECONDS
-            plain = max(await asyncio.gather(*(r.read_socket.call_one(port, at) for r, _, port in pairs)))
+            alone = max(await asyncio.gather(*(r.read_buffers.call_one(held, fetched, at) for r, held in pairs)))
             if version >= WARM_UPDATES:
-                self._note(pull=pulled, rdmabuffer=alone, socket=plain)
+                self._note(pull=pulled, rdmabuffer=alone)
         return fetched
 
     async def beside_torchstore(self, count: int) -> None:
@@ -196,7 +194,6 @@ async def _beside_rdmabuffer(bench: Bench, count: int, reader_bytes: int) -> dic
     return {
         "fetched_over_needed": fetched / reader_bytes,
         "tcp_over_rdmabuffer": bench.ratio("pull", "rdmabuffer"),
-        "rdmabuffer_over_socket": bench.ratio("rdmabuffer", "socket"),
     }
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import socket
-import threading
 import time
 from collections import deque
 from importlib import import_module
@@ -139,25 +137,13 @@ class Rank(Actor):
         return sum(buffer.nbytes for source in self._subscriber._sources for buffer in source._stretches.values())
 
     @concurrent_endpoint
-    async def serve(self, size: int) -> tuple[list[Any], int]:
-        """Serve that many bytes as RDMA buffers and on a socket; the buffers and the port."""
+    async def serve(self, size: int) -> list[Any]:
+        """Serve that many bytes as RDMA buffers."""
         from monarch.rdma import RDMABuffer
 
         self._served = torch.ones(size, dtype=torch.uint8)
-        listening = socket.create_server(("127.0.0.1", 0))
-
-        def send(connection: socket.socket) -> None:
-            with connection:
-                while connection.recv(1):
-                    connection.sendall(memoryview(self._served.numpy()))
-
-        def accept() -> None:
-            while True:
-                threading.Thread(target=send, args=(listening.accept()[0],), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
         chunks = [self._served[begin : begin + CHUNK] for begin in range(0, size, CHUNK)]
-        return await asyncio.to_thread(lambda: [RDMABuffer(chunk) for chunk in chunks]), listening.getsockname()[1]
+        return await asyncio.to_thread(lambda: [RDMABuffer(chunk) for chunk in chunks])
 
     @concurrent_endpoint
     async def read_buffers(self, buffers: list[Any], size: int, at: float) -> float:
@@ -194,23 +180,6 @@ class Rank(Actor):
         started = time.monotonic()
         await import_module("torchstore").get_state_dict("weights", self._tensors)
         return time.monotonic() - started
-
-    @concurrent_endpoint
-    async def read_socket(self, port: int, at: float) -> float:
-        """Read them over a socket; seconds."""
-        if not hasattr(self, "_connection"):
-            self._connection = socket.create_connection(("127.0.0.1", port))
-        await _until(at)
-
-        def read() -> float:
-            started = time.monotonic()
-            self._connection.sendall(b"!")
-            left = memoryview(self._landing.numpy())
-            while left:
-                left = left[self._connection.recv_into(left) :]
-            return time.monotonic() - started
-
-        return await asyncio.to_thread(read)
 
 
 async def _until(moment: float) -> None:
