@@ -27,7 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,14 +128,21 @@ def with_context(room: int, model: Path, folder: Path) -> Path:
     return longer
 
 
-def measure_arm(config: RunConfig, load_name: str, of_load: EpisodeFunction, arm: str, run_dir: Path) -> Measured:
+def measure_arm(
+    config: RunConfig,
+    load_name: str,
+    of_load: EpisodeFunction,
+    arm: str,
+    run_dir: Path,
+    train_loop: Callable[[Run], Coroutine[Any, Any, None]] = train,
+) -> Measured:
     """Run the loop; medians leave out the first steps and the drain of the last ones."""
     machine = Machine.now()
 
     async def script(run: Run) -> None:
         async with asyncio.TaskGroup() as loops:
             loops.create_task(collect(run))
-            loops.create_task(train(run))
+            loops.create_task(train_loop(run))
 
     _run(config, of_load, script, run_dir)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -35,6 +35,13 @@ def tail_episode(longest_over_mean: float) -> EpisodeFunction:
     return episode
 
 
+def lengths(longest_over_mean: float, count: int) -> list[int]:
+    """So many quantiles of the lengths of `tail_episode`, each as likely as the others."""
+    longest = round(longest_over_mean * MEAN)
+    power = _power(longest)
+    return [round(_quantile((place + 0.5) / count, power, longest)) for place in range(count)]
+
+
 def drawn(key: str) -> float:
     """A number between 0 and 1, the same for the same key."""
     return int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "big") / (1 << 56)

@@ -205,6 +205,12 @@ class LoopTimes(Settings):
 
     step_seconds: NonNegativeFloat = 0.0
     """Seconds of the training loop beside the step and the staging of weights: metrics, messages, checkpoints."""
+    batch_seconds: NonNegativeFloat = 0.0
+    """Seconds from the moment in which a batch is formed until the trainer works on it."""
+    ticket_seconds: NonNegativeFloat = 0.0
+    """Seconds from a group's admission until its first request."""
+    answer_seconds: NonNegativeFloat = 0.0
+    """Seconds of an answer's way to its episode and of a request's to the engine, together."""
     group_seconds: NonNegativeFloat = 0.0
     """Seconds from a group's last reward until it can be in a batch."""
     trainer_slowdown: AtLeastOne = 1.0

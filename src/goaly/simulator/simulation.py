@@ -176,8 +176,13 @@ class Simulation:
             worker.groups += 1
             oldest = self._schedule.min_versions[ticket]
             group = _Group(ticket=ticket, worker=worker, left=len(drawn), min_version=oldest)
-            worker.waiting.extend(_Episode(one, group) for one in drawn)
-            self._start_waiting(worker)
+            episodes = [_Episode(one, group) for one in drawn]
+            self._clock.after(self._profile.loop.ticket_seconds, self._start_group, episodes)
+
+    def _start_group(self, episodes: list[_Episode]) -> None:
+        worker = episodes[0].group.worker
+        worker.waiting.extend(episodes)
+        self._start_waiting(worker)
 
     def _start_waiting(self, worker: _Worker) -> None:
         while worker.places and worker.waiting:
@@ -219,7 +224,8 @@ class Simulation:
         episode.version = self._engines[group.engine].version
         is_last = episode.turn == len(episode.drawn.turns)
         after = self._judge if is_last else self._ask
-        self._clock.after(turn.environment_seconds * self._slower, after, episode)
+        seconds = turn.environment_seconds * self._slower + self._profile.loop.answer_seconds
+        self._clock.after(seconds, after, episode)
 
     def _judge(self, episode: _Episode) -> None:
         self._clock.after(episode.drawn.verifier_seconds * self._slower, self._end_episode, episode)
@@ -249,8 +255,11 @@ class Simulation:
         if self._wants_batch and (batch := self._schedule.form()) is not None:
             self._wants_batch = False
             self._batch = batch
-            self._slow_engines(self._profile.loop.engine_slowdown)
-            self._trainer.step(batch.rank_tokens)
+            self._clock.after(self._profile.loop.batch_seconds, self._train, batch.rank_tokens)
+
+    def _train(self, rank_tokens: int) -> None:
+        self._slow_engines(self._profile.loop.engine_slowdown)
+        self._trainer.step(rank_tokens)
 
     def _slow_engines(self, factor: float) -> None:
         for engine in self._engines:

@@ -8,9 +8,9 @@ import torch
 
 from goaly.models.catalog import MODELS
 from goaly.models.families.llama3 import Llama3
-from goaly.plan import simulate as simulated
+from goaly.plan import weight_transfer
 from goaly.plan.parallelism import Parallelism
-from goaly.plan.simulate import Network, Update, main, simulate
+from goaly.plan.weight_transfer import Network, Update, main, plan_transfer
 from goaly.weights.buckets import cut, needs_of
 from goaly.weights.reshard_plan import plan, share
 
@@ -21,11 +21,11 @@ TINY = Llama3(layers=1, dim=8, hidden_dim=16, heads=2, kv_heads=1, head_dim=4, v
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(simulated.MODELS, "tiny", TINY)
+    monkeypatch.setitem(weight_transfer.MODELS, "tiny", TINY)
 
 
 def update(trainer: Parallelism, generator: Parallelism, network: Network = NETWORK, model: str = "tiny") -> Update:
-    return simulate(model, trainer, generator, network, "bfloat16")
+    return plan_transfer(model, trainer, generator, network, "bfloat16")
 
 
 def test_bytes_are_those_worked_out_by_hand() -> None:
@@ -48,7 +48,7 @@ def test_bytes_are_those_worked_out_by_hand() -> None:
 
 
 def test_across_hosts_whole_buckets_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "cut", lambda layout, limit, needs: cut(layout, limit))  # readers told nothing
+    monkeypatch.setattr(weight_transfer, "cut", lambda layout, limit, needs: cut(layout, limit))  # readers told nothing
     across = update(Parallelism(fsdp=2), Parallelism(tp=2))
     assert (across.received.total, across.read_over_needed) == (2 * 2 * 1112, 2 * 1112 / (1112 + 24))
     within = update(Parallelism(), Parallelism())

@@ -1,6 +1,6 @@
 """Plans one update of a model's weights on paper: the bytes between each pair of ranks, and the least time.
 
-    python -m goaly.plan.simulate --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
+    python -m goaly.plan.weight_transfer --model qwen3-235b-a22b --trainer fsdp=32,ep=8 --generator tp=8,replicas=4
 
 It runs the real planner on shapes alone, with the buckets that writers cut for readers that joined in time. Reads from
 another host are counted in whole buckets, copies within one in the rectangles that are needed. Trainer ranks are
@@ -102,7 +102,7 @@ class Update:
     links: list[Link]
 
 
-def simulate(
+def plan_transfer(
     model: str,
     trainer: Parallelism,
     generator: Parallelism,
@@ -262,8 +262,8 @@ def parallelism(text: str) -> Parallelism:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, simulate, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m goaly.plan.simulate", description=__doc__.split("\n")[0])
+    """Read the command line, plan, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m goaly.plan.weight_transfer", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, choices=sorted(MODELS))
     parser.add_argument(
         "--trainer", required=True, help="axes of its ranks, as fsdp=32,ep=8 or replicas=2,fsdp=16,tp=2"
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(problems)
     except ConfigError as error:
         parser.error(str(error))
-    update = simulate(chosen.model, trainer, generator, network, chosen.dtype, int(chosen.bucket_mib * MIB))
+    update = plan_transfer(chosen.model, trainer, generator, network, chosen.dtype, int(chosen.bucket_mib * MIB))
     print(report(update))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(asdict(update), indent=1))
