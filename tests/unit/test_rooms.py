@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src/goaly"
 ORDER = (
     *("base", "trajectory", "prompts", "losses", "reward", "backlog", "weights", "numerics", "models", "generate"),
     *("train", "environments", "sandboxes", "grading", "agents", "rollout", "coding"),
-    *("journal", "simulator", "plan", "run", "live", "parity", "replay"),
+    *("journal", "live", "simulator", "plan", "run", "parity", "replay"),
 )
 """Each room may import those before it."""
 MOST_ROOMS = 21

@@ -246,6 +246,10 @@ class HttpSession:
         call = self._by_id.get(response_id.rpartition("-")[2].rpartition("_")[2])
         return [] if call is None else self.recorded(call)
 
+    def fingerprint(self, call: Call | None) -> str | None:
+        """The name of the policy version that answers this call, for `system_fingerprint`; None names none."""
+        return None
+
     def close(self) -> None:
         """Cancel the requests under way: the episode has ended."""
         for call in self._calls.values():

@@ -11,8 +11,9 @@ reaches the policy through its reader's browser, not even one whose name leads h
 
 import json
 import secrets
+import socket
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from http import HTTPStatus
 from itertools import count
@@ -50,9 +51,11 @@ class PublicGateway(HttpServer):
         sampling: Sampling,
         max_context: int,
         sampler: TokenSampler,
+        listen: Callable[[], socket.socket] | None = None,
     ):
-        """Without `tokens` every client is served. `sampling` has the parameters that a request does not name."""
-        super().__init__(host, partial(listening, host, port), str(chat.folder), max_context)
+        """Without `tokens` every client is served. `sampling` has the parameters that a request does not name. `listen`
+        gives a socket that listens at `host` already."""
+        super().__init__(host, listen or partial(listening, host, port), str(chat.folder), max_context)
         self.is_open = False  # until the sampler answers; requests before wait
         self._tokens = tokens
         self._chat = chat
@@ -89,11 +92,11 @@ class PublicGateway(HttpServer):
         if path.endswith(REWARDED):
             raise Refusal("this server trains nothing: it takes no rewards", HTTPStatus.NOT_FOUND, "unknown_session")
         if path not in SAMPLED:
-            return self._new()
+            return self._new(key, body)
         name = (key, f"key {repeats.idempotency_key}" if repeats.idempotency_key else request_digest(path, body))
         known = self._recent.pop(name, None)
         if known is None or not any(repeats):
-            known = self._continued(key, body) if path == RESPONSES else self._new()
+            known = self._continued(key, body) if path == RESPONSES else self._new(key, body)
         self._recent[name] = known
         if len(self._recent) > KEPT_REQUESTS:
             del self._recent[next(iter(self._recent))]
@@ -105,13 +108,18 @@ class PublicGateway(HttpServer):
             for owner, served in self._kept:
                 if owner == key and served.answered(earlier):
                     return served
-        served = self._new()
+        served = self._new(key, body)
         self._kept.append((key, served))
         return served
 
-    def _new(self) -> HttpSession:
+    def _new(self, key: str, body: bytes) -> HttpSession:
+        """The session of a request with this key and body."""
         name = f"request-{next(self._numbers)}"
-        policy = Policy(
+        session, secret = Session(self._chat, prompt_id=name), secrets.token_hex()
+        return HttpSession(session=session, policy=self._policy(name), parser=self._parser, secret=secret)
+
+    def _policy(self, name: str) -> Policy:
+        return Policy(
             sampler=self._sampler,
             name=name,
             session=name,
@@ -121,8 +129,6 @@ class PublicGateway(HttpServer):
             decode=self._chat.decode,
             evaluation=True,
         )
-        session, secret = Session(self._chat, prompt_id=name), secrets.token_hex()
-        return HttpSession(session=session, policy=policy, parser=self._parser, secret=secret)
 
 
 def _previous(body: bytes) -> str | None:

@@ -75,10 +75,10 @@ class VllmHandlers:
             "enable_auto_tools": True,
         }
         self.models = models
-        self.chat = OpenAIServingChat(engine, models, "assistant", **chat)
+        self.chat = _Chat(engine, models, "assistant", **chat)
         self.messages = Messages(engine, models, "assistant", **chat)
         self.responses = _Responses(engine, models, **chat)
-        self.completions = OpenAIServingCompletion(engine, models, **shared)
+        self.completions = _Completion(engine, models, **shared)
         self.chat.parser_cls = self.messages.parser_cls = self.responses.parser = parser
         for api in (self.chat, self.messages, self.completions):
             api._base_request_id = _call_id
@@ -214,6 +214,27 @@ def _deltas(piece: Piece) -> list[DeltaMessage | None]:
         called = DeltaToolCall(id=call["id"], type="function", index=number, function=function)
         deltas.append(DeltaMessage(tool_calls=[called]))
     return deltas or [None if piece.finish is None else DeltaMessage(content="")]
+
+
+class _Versioned:
+    """Names the policy version that answers the request under way."""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        exchange = EXCHANGE.get()
+        return exchange.http_session.fingerprint(exchange.call)
+
+    @system_fingerprint.setter
+    def system_fingerprint(self, _: str | None) -> None:  # vLLM's own, of its settings
+        pass
+
+
+class _Chat(_Versioned, OpenAIServingChat):  # type: ignore[inconsistent-inheritance]
+    pass
+
+
+class _Completion(_Versioned, OpenAIServingCompletion):  # type: ignore[inconsistent-inheritance]
+    pass
 
 
 class _Responses(OpenAIServingResponses):
