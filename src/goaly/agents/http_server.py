@@ -136,7 +136,7 @@ class HttpServer(ABC):
             if (encoding := headers.get("content-encoding", "identity")) != "identity":
                 compressed = f"content-encoding={encoding}: a request's body must not be compressed"
                 raise Refusal(compressed, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-            body = await _body(receive)
+            body = await body_of(receive)
             repeats = _repeats(headers)
             served = self.session(key, path, body, repeats)
             is_call = path in SAMPLED or path.endswith(REWARDED)
@@ -191,7 +191,7 @@ def key_of(headers: Mapping[str, str]) -> str:
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-async def _body(receive: Receive) -> bytes:
+async def body_of(receive: Receive) -> bytes:
     """The whole body of a request."""
     body = bytearray()
     try:

@@ -32,16 +32,21 @@ class Listeners:
         self._sockets: list[socket.socket] = []
         self.names: list[str] = []
         """As `listener_of` takes them, in the order of the workers."""
+        self.addresses: list[str] = []
+        """As OpenAI's clients take them, in the order of the workers."""
         for worker in range(workers):
             port = port_of(settings, worker)
             try:
-                self._keep(listening(settings.host, port))
+                kept = listening(settings.host, port)
             except OSError as error:
                 self.close()
                 why = error.strerror or error
                 raise ConfigError(
                     [f"rollout.endpoint: cannot listen at {settings.host}, port {port}: {why}"]
                 ) from error
+            self._keep(kept)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self.addresses.append(f"http://{host}:{kept.getsockname()[1]}/v1")
 
     def close(self) -> None:
         """Stop listening. Workers that still live keep theirs."""

@@ -266,6 +266,10 @@ class GroupQueue:
         """The state of this ticket."""
         return self._ledger.state(ticket)
 
+    def states(self, tickets: Sequence[int]) -> list[State | None]:
+        """The state of each of these tickets; None for one that was never admitted."""
+        return [self._ledger.state(ticket) if ticket < self._ledger.admitted else None for ticket in tickets]
+
     def is_running(self, ticket: int) -> bool:
         """Whether this ticket is admitted and has not ended."""
         return ticket in self._min_versions

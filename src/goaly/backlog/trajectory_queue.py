@@ -73,6 +73,7 @@ class TrajectoryQueue(Actor):
     annotate = _immediate(GroupQueue.annotate)
     trained = _immediate(GroupQueue.trained)
     is_running = _immediate(GroupQueue.is_running)
+    states = _immediate(GroupQueue.states)
     counts = _immediate(GroupQueue.counts)
     reasons = _immediate(GroupQueue.reasons)
     close = _immediate(GroupQueue.close)

@@ -169,10 +169,10 @@ class Collection:
             return None
         return min(since) if len(since) >= most else min(since) + self.limits.batch_seconds
 
-    def settle(self, ticket: int, end: TurnEnd, version: int | None = None) -> None:
-        """TurnEnd the turns of a ticket; `version` is the policy version that they made."""
+    def settle(self, ticket: int, end: TurnEnd) -> None:
+        """End the turns of a ticket."""
         for turn in list(self._by_ticket.get(ticket, ())):
-            self._end(turn, end, version)
+            self._end(turn, end)
 
     def close(self, session: str, how: str) -> None:
         """TurnEnd a session. Its turns still wait for their outcomes."""
@@ -241,7 +241,7 @@ class Collection:
                 self._apply_turn(record)
             case "outcome":
                 turn = self.turns[record["turn"]]
-                turn.outcomes.append(Reaction.of(record["outcome"]))
+                turn.reactions.append(Reaction.of(record["outcome"]))
                 if turn.stage is TurnStage.OPEN:
                     turn.stage, turn.since = TurnStage.HEARD, record["at"]
             case "judged":
@@ -317,11 +317,11 @@ class Collection:
         self.write(record)
         assert self.recorded == len(self.turns) + self.ended.total()  # live-21
 
-    def _end(self, name: str, how: TurnEnd, version: int | None = None) -> None:
+    def _end(self, name: str, how: TurnEnd) -> None:
         turn = self.turns[name]
         self._do(
             {"kind": "end", "session": turn.session, "turn": name, "how": how.value, "key": turn.key}
-            | {"user": self.sessions[turn.session].user, "ticket": turn.ticket, "version": version}
+            | {"user": self.sessions[turn.session].user, "ticket": turn.ticket}
             | ({"reward": turn.reward} if turn.ticket is not None else {})
         )
 

@@ -9,7 +9,7 @@ class Decision(StrEnum):
     PROMOTED = "promoted"
     """Every test found it not worse: it is served."""
     REFUSED = "refused"
-    """A test found it worse by more than the margin. `live.on_regression` says what follows."""
+    """A test found it worse by more than the margin. The setting `on_regression` says what follows."""
     HELD = "held"
     """Its mix of actions differs from the baseline's by more than the bound; the served version stays."""
     UNDECIDED = "undecided"

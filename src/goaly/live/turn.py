@@ -106,7 +106,7 @@ class LiveTurn:
     at: float
     """The time at which it was recorded, in seconds."""
     stage: TurnStage = TurnStage.OPEN
-    outcomes: list[Reaction] = field(default_factory=list)
+    reactions: list[Reaction] = field(default_factory=list)
     since: float = 0.0
     """The time at which it came to its stage."""
     reward: float | None = None

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "reference.offload",
     "generator",
     "rollout",
+    "live",
     "reward",
     "weights",
     "hosts",

@@ -14,6 +14,7 @@ from goaly.base.telemetry.settings import TelemetrySettings
 from goaly.coding.settings import CodingSettings
 from goaly.generate.settings import NO_ADAPTERS, GeneratorSettings, SamplingSettings, vllm_device
 from goaly.journal.checkpoint_settings import CheckpointSettings
+from goaly.live.settings import LiveSettings
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings, MoeSettings
 from goaly.numerics import SLICES
@@ -71,6 +72,8 @@ class RunConfig(Settings):
     coding: CodingSettings | None = None
     """Coding agent that the episodes of `apps.coding.main` run; null is none, as every other script needs it. `{}` has
     the defaults."""
+    live: LiveSettings | None = None
+    """Live traffic that `apps.live.main` serves and learns from; null is none, as every other script needs it."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     """Sandboxes in which a coding agent works."""
     generator: GeneratorSettings = field(default_factory=GeneratorSettings)
@@ -163,6 +166,8 @@ class RunConfig(Settings):
             )
         if self.coding is not None:
             yield from _reader_problems(self.prompts, at.prompts)
+        if self.live is not None:
+            yield from self.live.problems_beside(at.live, self, at)
         yield from self._device_problems(at)
         yield from self._prompt_problems(at)
         yield from self._idle_problems(at)

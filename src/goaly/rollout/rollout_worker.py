@@ -10,7 +10,7 @@ Groups go straight to the queue, and the controller gets a summary.
 import asyncio
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import FunctionType
@@ -142,6 +142,9 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def start(self) -> None:
         """Load the parsers, and start the endpoint, the watchdog and the worker's own verifiers, if it has them."""
+        await self._start()
+
+    async def _start(self) -> None:
         await asyncio.to_thread(self._parser.load)
         if self._gateway is not None:
             await self._gateway.start(self._parser)
@@ -153,20 +156,29 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def replicas(self, handles: "Mapping[str, Generator]") -> None:
         """Sample from these generator replicas (by name) from now on."""
+        self._use(handles)
+
+    def _use(self, handles: "Mapping[str, Generator]") -> None:
         self._router.update(handles)
 
     @concurrent_endpoint
     async def run_group(self, ticket: Ticket, prompt: Prompt) -> GroupSummary:
         """Run the episodes of a group and report it to the queue."""
-        task = await self._requests.run(ticket.index, self._runner.run(ticket, prompt))
+        task = await self._requests.run(ticket.index, self._group(ticket, prompt))
         if task.cancelled():  # perhaps before its first step, and so without a report
             await self._report(Dropped.failed(ticket.index, CANCELLED))
             return GroupSummary(ticket=ticket.index, prompt_id=prompt.id, failed=CANCELLED)
         return task.result()
 
+    def _group(self, ticket: Ticket, prompt: Prompt) -> Coroutine[Any, Any, GroupSummary]:
+        return self._runner.run(ticket, prompt)
+
     @concurrent_endpoint
     async def progress(self, ticket: int) -> GroupProgress | None:
         """The progress of this ticket's group; None if it does not run here."""
+        return self._progress(ticket)
+
+    def _progress(self, ticket: int) -> GroupProgress | None:
         return self._runner.progress(ticket)
 
     @concurrent_endpoint
@@ -188,6 +200,9 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         """End all groups and evaluations, and the episode's own resources: `close` of an episode that has one."""
+        await self._close()
+
+    async def _close(self) -> None:
         await self._requests.cancel()
         if (close := getattr(self._runner.episode, "close", None)) is not None:
             await close()

@@ -48,11 +48,12 @@ def launch(
     critic: bool = False,
     agent: bool = False,
     coding: bool = False,
+    live: bool = False,
 ) -> int:
     """Run `script(run)` with a started run of this config; the exit code. `critic`: whether the script trains one.
-    `agent` and `coding`: whether its episodes run that of the config."""
+    `agent` and `coding`: whether its episodes run that of the config. `live`: whether it learns from live traffic."""
     config: RunConfig = loaded.config
-    for section, is_run in (("agent", agent), ("coding", coding)):
+    for section, is_run in (("agent", agent), ("coding", coding), ("live", live)):
         if getattr(config, section) is not None and not is_run:
             raise ConfigError(
                 [f"{section}: is for a script that runs one, such as apps.{section}.main; this one does not"]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch.actor import ProcMesh
 
@@ -111,10 +112,16 @@ class RunActors:
         """A rollout worker, which runs the script's episode."""
         config, planned = self._config, f"rollout-{index}"
         hub = await self.hub.present()
+        worker: Any = RolloutWorker
+        options: dict[str, Any] = {}
+        if config.live is not None:
+            from goaly.live.worker import LiveWorker  # imports starlette
+
+            worker, options = LiveWorker, {"live": config.live}
         return spawn(
             self.mesh(planned, name),
             name or planned,
-            RolloutWorker,
+            worker,
             name or planned,
             config.rollout,
             self._episode,
@@ -131,6 +138,7 @@ class RunActors:
             sessions=self._sessions,
             listener=self._listeners[index] if self._listeners else None,
             seed=config.generator.seed,
+            **options,
         )
 
     async def generator(self, name: str) -> Generator:

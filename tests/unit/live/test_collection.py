@@ -59,7 +59,7 @@ def state(collection: Collection) -> object:
         for one in collection.sessions.values()
     }
     turns = {
-        one.id: (one.stage, one.since, one.reward, one.by, one.ticket, one.baseline, one.outcomes, one.response)
+        one.id: (one.stage, one.since, one.reward, one.by, one.ticket, one.baseline, one.reactions, one.response)
         for one in collection.turns.values()
     }
     return sessions, turns, collection.recorded, +collection.ended, sorted(collection.tickets)
@@ -148,7 +148,7 @@ class AnyTraffic(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(number=st.integers(0), end=st.sampled_from([TurnEnd.TRAINED, TurnEnd.REFUSED]))
     def a_ticket_ends(self, number: int, end: TurnEnd) -> None:
-        self.collection.settle(number % len(self.groups), end, 1)
+        self.collection.settle(number % len(self.groups), end)
         self.settled.add(number % len(self.groups))
 
     @precondition(lambda self: self.begun)
@@ -287,7 +287,7 @@ def test_any_cut_of_the_log_reads_as_a_collection_in_which_no_turn_is_in_two_gro
         if step % 5 == 4:
             collection.give(step // 5, 0, 4, step)
         if step % 7 == 6:
-            collection.settle(draw.randrange(8), TurnEnd.TRAINED, step)
+            collection.settle(draw.randrange(8), TurnEnd.TRAINED)
     for cut in range(len(written)):
         found = read(LIMITS, written[:cut], lambda record: None)
         given = [name for ticket in found.tickets for turn in found.give(ticket, 0, 4, 0.0) or () for name in [turn.id]]
@@ -323,7 +323,7 @@ def test_ten_thousand_conversations_with_delays_retries_edits_and_disconnects_tr
                 collection.judge(heard.id, draw.choice([-1.0, 0.0, 1.0]), "judge", now)
         if (given := collection.give(ticket, max(0, ticket // 2 - 8), 16, now)) is not None:
             trained += [one.id for one in given]
-            collection.settle(ticket, TurnEnd.TRAINED, ticket + 1)
+            collection.settle(ticket, TurnEnd.TRAINED)
             ticket += 1
         collection.tick(now)
         most = max(most, len(collection.turns))
