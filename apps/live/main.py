@@ -15,13 +15,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apps.grpo.main import collect, episode, train
+from apps.grpo.main import episode, train
 from goaly.base.config import Loaded, run_cli
 from goaly.base.errors import ConfigError, RunFailed
 from goaly.plan.run_config import RunConfig
 
 if TYPE_CHECKING:  # `--help` does not wait for torch
     from goaly.run.run import Run
+
+
+async def collect(run: Run) -> None:
+    """Ask for a batch of turns with a reward for each ticket; every batch ends in the backlog."""
+    from goaly.prompts.prompt import Prompt
+
+    async with asyncio.TaskGroup() as batches:
+        async for ticket in run.backlog.tickets():
+            nobody_asks = Prompt(id=f"live-{ticket.index}", source="live", messages=())
+            batches.create_task(run.rollouts.group(ticket, nobody_asks))
 
 
 async def live(run: Run) -> None:

@@ -4,7 +4,8 @@ Each change is a record. `apply` makes the change of a record, for new ones and 
 collection that read the records equals the one that wrote them. Nothing here waits.
 
 Memory is bounded: with `most_turns` alive, the oldest turn without a reward goes, and if all have one, the oldest that
-is not in a group. Turns in groups are bounded by admission (backlog-1).
+is not in a group. Turns in groups are bounded by admission (backlog-1). Sessions that go on have at most as many turns,
+or the one that was not used for the longest time ends.
 
 Invariants
     live-21: Each recorded turn ends once, as trained or left out with a reason, and `recorded == alive + sum(ended)`
@@ -16,7 +17,7 @@ Invariants
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +77,10 @@ class Collection:
         self.baselines = Baselines()
         self.dropped: list[str] = []
         """Sessions that are over: their last turn has ended. The caller takes them."""
-        self._changes = 0
+        self._changes = self._held = 0  # the turns of the sessions that go on
         self._by_response: dict[tuple[str, str], list[str]] = {}
         self._by_ticket: dict[int, list[str]] = {}
+        self._stages: dict[TurnStage, dict[str, LiveTurn]] = {stage: {} for stage in TurnStage}
 
     # What happens.
 
@@ -107,6 +109,7 @@ class Collection:
         elif malformed and ReactionKind.MALFORMED in self.limits.rewards:
             self.hear(turn, Reaction(kind=ReactionKind.MALFORMED), now)
         self._make_room()
+        self._make_room_for_sessions(session)
         if self.sessions[session].turns >= self.limits.session_turns:
             self.close(session, "size")
         return turn
@@ -220,8 +223,7 @@ class Collection:
 
     def stages(self) -> dict[str, int]:
         """The number of turns in each stage."""
-        found = Counter(turn.stage for turn in self.turns.values())
-        return {stage.value: found[stage] for stage in TurnStage}
+        return {stage.value: len(turns) for stage, turns in self._stages.items()}
 
     # Records.
 
@@ -243,24 +245,25 @@ class Collection:
                 turn = self.turns[record["turn"]]
                 turn.reactions.append(Reaction.of(record["outcome"]))
                 if turn.stage is TurnStage.OPEN:
-                    turn.stage, turn.since = TurnStage.HEARD, record["at"]
+                    self._move(turn, TurnStage.HEARD, record["at"])
             case "judged":
                 turn = self.turns[record["turn"]]
                 since = turn.since if turn.stage is TurnStage.JUDGED else record["at"]
-                turn.stage, turn.since = TurnStage.JUDGED, since
+                self._move(turn, TurnStage.JUDGED, since)
                 turn.reward, turn.by, turn.hint = record["reward"], record["by"], record["hint"]
             case "given":
                 for name, baseline in record["turns"].items():
                     turn = self.turns[name]
                     assert turn.stage is TurnStage.JUDGED, f"turn {name} is {turn.stage}"  # live-22, live-23
-                    turn.stage, turn.since, turn.ticket = TurnStage.GIVEN, record["at"], record["ticket"]
-                    turn.baseline = baseline
+                    self._move(turn, TurnStage.GIVEN, record["at"])
+                    turn.ticket, turn.baseline = record["ticket"], baseline
                     self._by_ticket.setdefault(record["ticket"], []).append(name)
                     assert turn.reward is not None
                     self.baselines.learn(turn.key, turn.reward)
             case "closed":
                 session = self.sessions[record["session"]]
                 session.closed = record["how"]
+                self._held -= session.turns
                 self.counts[f"closed_{record['how']}"] += 1
                 self._drop_if_over(session)
             case "end":
@@ -290,14 +293,16 @@ class Collection:
             since=record["at"],
         )
         session.turns += 1
+        self._held += session.closed is None
         session.alive += 1
         session.used_at = record["at"]
         self.recorded += 1
-        self.turns[turn.id] = turn
+        self.turns[turn.id] = self._stages[TurnStage.OPEN][turn.id] = turn
         self._by_response.setdefault((turn.key, turn.response), []).append(turn.id)
 
     def _apply_end(self, name: str, how: TurnEnd) -> None:
         turn = self.turns.pop(name)  # live-21: a second end is a KeyError
+        del self._stages[turn.stage][name]
         _without(self._by_response, (turn.key, turn.response), name)
         if turn.ticket is not None:
             _without(self._by_ticket, turn.ticket, name)
@@ -333,6 +338,14 @@ class Collection:
                 return
             self._end(oldest.id, TurnEnd.FULL)
 
+    def _make_room_for_sessions(self, used: str) -> None:
+        """End the sessions that were not used for the longest time, until those that go on have few enough turns."""
+        while self._held > self.limits.most_turns:
+            others = [one for one in self.sessions.values() if one.closed is None and one.id != used]
+            if not others:
+                return
+            self.close(min(others, key=lambda one: one.used_at).id, "room")
+
     def _reward_of(self, outcome: Reaction, answer: str | None) -> float | None:
         """The reward that an outcome says without a judge. An answer is right if it equals its correction."""
         if outcome.score is not None:
@@ -341,8 +354,13 @@ class Collection:
             return 1.0 if outcome.corrected.strip() == answer.strip() else -1.0
         return self.limits.rewards.get(outcome.kind)
 
-    def _of(self, stage: TurnStage) -> Iterator[LiveTurn]:
-        return (turn for turn in self.turns.values() if turn.stage is stage)
+    def _of(self, stage: TurnStage) -> list[LiveTurn]:
+        return list(self._stages[stage].values())
+
+    def _move(self, turn: LiveTurn, stage: TurnStage, since: float) -> None:
+        del self._stages[turn.stage][turn.id]
+        self._stages[stage][turn.id] = turn
+        turn.stage, turn.since = stage, since
 
 
 def _without(index: dict[Any, list[str]], key: Any, name: str) -> None:

@@ -28,7 +28,7 @@ class RecordedRequest(Session):
         continues."""
         super().__init__(traffic.chat, prompt_id=name)
         self.place: RequestPlace | None = None
-        """Where its last answer was placed."""
+        """Where it goes on."""
         self._traffic = traffic
         self._client = client
         self._reason = reason
@@ -47,7 +47,7 @@ class RecordedRequest(Session):
     ) -> Continuation:
         """The place of the request in the tree of its conversation."""
         place = self._traffic.place(self._client, messages, tools, template_args, room)
-        self._places[id(place.continuation)] = place
+        self.place = self._places[id(place.continuation)] = place
         self._on_place(place.session)
         if (digest := place.continuation.request.digests[-1]) not in self._heard:  # else a retry of the same call
             self._heard.add(digest)
@@ -67,7 +67,6 @@ class RecordedRequest(Session):
         place = self._places.get(id(continuation))
         turn = None
         if place is not None:  # else it is a text without messages
-            self.place = place
             turn = self._traffic.record(
                 self._client,
                 place,

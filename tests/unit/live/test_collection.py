@@ -183,10 +183,12 @@ class AnyTraffic(RuleBasedStateMachine):
     def memory_is_bounded(self) -> None:
         given = self.collection.stages()[TurnStage.GIVEN]
         assert len(self.collection.turns) <= LIMITS.most_turns + given
+        going_on = [one.turns for one in self.collection.sessions.values() if one.closed is None]
+        assert sum(going_on) <= LIMITS.most_turns
 
 
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_turn_whose_outcome_never_comes_is_left_out_and_not_zero():
@@ -316,7 +318,9 @@ def test_ten_thousand_conversations_with_delays_retries_edits_and_disconnects_tr
         for at, turn, outcome in [one for one in due if one[0] <= now]:
             collection.hear(turn, outcome, at)
         due = [one for one in due if one[0] > now]
-        for heard in collection.heard()[: draw.randrange(4)]:
+        if number % 8:
+            continue
+        for heard in collection.heard()[: draw.randrange(32)]:
             if draw.random() < 0.1:
                 collection.judge_failed(heard.id)
             else:
@@ -327,7 +331,7 @@ def test_ten_thousand_conversations_with_delays_retries_edits_and_disconnects_tr
             ticket += 1
         collection.tick(now)
         most = max(most, len(collection.turns))
-        if number % 2500 == 2499:
+        if number % 2400 == 2392:
             collection = read(limits, log.records(), log.write)
         for over in collection.dropped:
             log.sessions.pop(over, None)
