@@ -7,11 +7,6 @@ Every request ends once, after `stop` with `ReplicaLost` (generate-1). A failure
 ranks ends the process (base-1), and so does a round that makes no progress (base-4); waiting for commands has no
 time limit.
 
-`Scheduler` starts requests in the order in which they came, up to the engine's limit, and only under the version that
-each asks for. The others wait outside of the engine, where a weight update would cost time for each of them. In one
-round weights are applied before requests are added; in mode `drain` only when no request is running, and none starts
-before.
-
     generate-6: Every rank's engine gets the same commands in the same order: rank 0 broadcasts a round before it acts
         on it.
 """
@@ -20,9 +15,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +25,7 @@ import torch.distributed as dist
 from goaly.base.errors import ReplicaLost
 from goaly.base.process import give_up
 from goaly.base.watchdog import Work
+from goaly.generate.inflight_limit import InflightLimit, Load
 from goaly.generate.request import (
     Finish,
     GeneratorStats,
@@ -41,6 +36,7 @@ from goaly.generate.request import (
     duplicate_request,
     settle,
 )
+from goaly.generate.scheduler import Apply, Cancel, Command, Scheduler, Stop
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.streamed_answer import OnPart
 from goaly.generate.versioned_tokens import VersionedTokens
@@ -96,90 +92,6 @@ class RankLink:
         return gathered(message, self._group)
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """End these requests."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Decode with the weights of this version, which every rank has prefetched."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the engine's thread."""
-
-
-Command = Request | Cancel | Apply | Stop
-
-
-class Scheduler:
-    """Collects commands, and gives out those of each round."""
-
-    def __init__(self, on_update: str, *, max_running: int, version: int = 0):
-        """`on_update` is `generator.on_update`; `version` is that of the engine's weights at the beginning."""
-        self._drains = on_update == "drain"
-        self._max_running = max_running
-        self._version = version
-        self._update: Apply | None = None
-        self._waiting: dict[str, Request] = {}
-        """In the order in which they came."""
-        self._to_cancel: list[str] = []
-        self._stopping = False
-
-    @property
-    def waiting(self) -> int:
-        """How many requests have not started."""
-        return len(self._waiting)
-
-    def submit(self, command: Command) -> None:
-        """Take a command for a later round. An update replaces an older one that was not applied yet."""
-        match command:
-            case Request(name):
-                self._waiting[name] = command
-            case Cancel(names):
-                self._to_cancel.extend(names)
-            case Apply():
-                self._update = command
-            case Stop():
-                self._stopping = True
-
-    def has_work(self, running: int) -> bool:
-        """Whether a round now would do anything, given the number of running requests."""
-        if running > 0 or self._stopping or self._to_cancel:
-            return True
-        return self._update is not None or bool(self._startable(running))
-
-    def next(self, running: int) -> tuple[list[Command], list[str]]:
-        """This round's commands for the engine, and the requests that were cancelled before they started."""
-        if self._stopping:
-            return [Stop()], []
-        commands: list[Command] = []
-        cancelled, self._to_cancel = list(dict.fromkeys(self._to_cancel)), []  # two callers may cancel a request
-        never_started = [name for name in cancelled if self._waiting.pop(name, None) is not None]
-        if len(never_started) < len(cancelled):
-            commands.append(Cancel(tuple(name for name in cancelled if name not in never_started)))
-        if self._update is not None and not (self._drains and running):
-            commands.append(self._update)
-            self._version = self._update.version
-            self._update = None
-        for request in self._startable(running):
-            del self._waiting[request.request_id]
-            commands.append(request)
-        return commands, never_started
-
-    def _startable(self, running: int) -> list[Request]:
-        if self._drains and self._update is not None:
-            return []
-        ready = (request for request in self._waiting.values() if request.min_version <= self._version)
-        return list(islice(ready, max(0, self._max_running - running)))
-
-
 class EngineLoop:
     """Steps an engine in a thread of its own. Made and used in an event loop."""
 
@@ -198,7 +110,11 @@ class EngineLoop:
         self._link = link
         self._delivered = delivered
         self._follows = link is not None and link.rank > 0
-        self._scheduler = Scheduler(settings.on_update, max_running=settings.max_running, version=engine.version)
+        self._limit = None
+        if settings.max_running == "auto":
+            fits = engine.cache_tokens // settings.max_context
+            self._limit = InflightLimit(start=fits, least=max(1, fits), most=settings.most_running)
+        self._scheduler = Scheduler(settings.on_update, max_running=settings.most_running, version=engine.version)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._requests: dict[str, Deliver] = {}
@@ -286,8 +202,17 @@ class EngineLoop:
     def stats(self) -> GeneratorStats:
         """Counts since the start."""
         running, waiting = self._engine.counts()
-        waiting += self._scheduler.waiting
-        return replace(self._stats, version=self.version, running=running, waiting=waiting)
+        cache_use, preemptions = self._engine.cache_load
+        return replace(
+            self._stats,
+            version=self.version,
+            running=running,
+            waiting=waiting + self._scheduler.waiting,
+            queued=waiting + self._scheduler.queued,
+            max_running=self._scheduler.max_running,
+            cache_use=cache_use,
+            preemptions=preemptions,
+        )
 
     def _command(self, command: Command) -> None:
         with self._work:
@@ -323,17 +248,32 @@ class EngineLoop:
                         self._deliver([(name, refused)])  # vLLM's own could not be built again by the client
                 case Cancel(names):
                     self._deliver(self._engine.cancel(list(names)))
-        if self._engine.running:
+        if running := self._engine.running:
             started = time.perf_counter()
             ended = self._engine.step()
             now = time.perf_counter()
-            self._stats.busy_seconds += now - started
-            self._stats.steps += 1
+            self._measure(running, now - started, sum(isinstance(result, Sample) for _, result in ended))
             if ended:
                 self._stats.tokens += sum(len(sample.tokens) for _, sample in ended if isinstance(sample, Sample))
             if results := [*self._parts(now), *ended]:
                 self._deliver(results)
         return True
+
+    def _measure(self, running: int, seconds: float, ended: int) -> None:
+        """Count a step of so many requests, of which some ended; the limit of running requests follows."""
+        stats = self._stats
+        cache_use, preemptions = self._engine.cache_load
+        stats.busy_seconds += seconds
+        stats.running_seconds += seconds * running
+        stats.cache_seconds += seconds * cache_use
+        stats.steps += 1
+        if self._limit is not None and not self._follows:
+            more = preemptions - stats.preemptions
+            held = self._scheduler.holds_back
+            load = Load(under_way=running, holds_back=held, cache_use=cache_use, preemptions=more, ended=ended)
+            self._limit.observe(load)
+            self._scheduler.max_running = self._limit.value
+        stats.preemptions = preemptions
 
     def _parts(self, now: float) -> list[tuple[str, VersionedTokens]]:
         streams = self._engine.streams

@@ -265,11 +265,23 @@ class GeneratorStats:
     """Requests that the engine decodes or prefills."""
     waiting: int = 0
     """Requests that wait for newer weights, or for room in the engine."""
+    queued: int = 0
+    """Those of them that wait for room."""
+    max_running: int = 0
+    """The present limit of requests in the engine."""
+    cache_use: float = 0.0
+    """The share of the key-value cache that running requests use."""
+    preemptions: int = 0
+    """How often a full cache interrupted a request, which is computed again later."""
     tokens: int = 0
     """Tokens of the answers that have ended."""
     steps: int = 0
     busy_seconds: float = 0.0
     """Time inside engine steps."""
+    running_seconds: float = 0.0
+    """Sum of the engine steps' seconds, each times the number of its requests."""
+    cache_seconds: float = 0.0
+    """Sum of the engine steps' seconds, each times the share of the cache in use."""
     updates: int = 0
     """Weight versions applied."""
     verified_updates: int = 0

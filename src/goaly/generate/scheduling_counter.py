@@ -9,11 +9,28 @@ class SchedulingCounts:
     """How often a cache was too small for what ran, a step too short for a prompt, or a prompt's start cached."""
 
     preemptions: int
-    """An update of the weights, which restarts requests, is none."""
+    """As `PreemptionCounter` counts them."""
     prompts_in_parts: int
     """Requests whose prompts took several steps."""
     prefix_hits: int
     """Requests that found the beginning of their prompt in the cache when they began."""
+
+
+class PreemptionCounter:
+    """Counts from its start on the requests that lost their cache to others. An update of the weights, which restarts
+    requests, is none."""
+
+    def __init__(self, scheduler: Any):
+        """`scheduler` is vLLM's."""
+        self.count = 0
+        preempt = scheduler._preempt_request
+
+        def counted(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+            if not drop_stale_output:  # which an update of the weights does
+                self.count += 1
+            preempt(request, timestamp, drop_stale_output)
+
+        scheduler._preempt_request = counted
 
 
 class SchedulingCounter:
@@ -21,10 +38,10 @@ class SchedulingCounter:
 
     def __init__(self, scheduler: Any):
         """`scheduler` is vLLM's."""
-        self._preemptions = 0
+        self._preemptions = PreemptionCounter(scheduler)
         self._in_parts: set[str] = set()
         self._hits: set[str] = set()
-        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+        schedule = scheduler.schedule
 
         def counted_schedule(*arguments: Any, **named: Any) -> Any:
             planned = schedule(*arguments, **named)
@@ -35,16 +52,11 @@ class SchedulingCounter:
                     self._hits.add(new.req_id)
             return planned
 
-        def counted_preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
-            if not drop_stale_output:  # which an update of the weights does
-                self._preemptions += 1
-            preempt(request, timestamp, drop_stale_output)
-
-        scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
+        scheduler.schedule = counted_schedule
 
     @property
     def counts(self) -> SchedulingCounts:
         """The numbers so far."""
         return SchedulingCounts(
-            preemptions=self._preemptions, prompts_in_parts=len(self._in_parts), prefix_hits=len(self._hits)
+            preemptions=self._preemptions.count, prompts_in_parts=len(self._in_parts), prefix_hits=len(self._hits)
         )

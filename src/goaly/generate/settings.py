@@ -30,8 +30,11 @@ class GeneratorSettings(Settings):
     engine: Literal["torchtitan", "native"] = "torchtitan"
     """Model definition inside vLLM: "torchtitan" (the trainer's own) or "native" (vLLM's). A run that trains supports
     "native" for dense Qwen3 models on GPUs; on CPU its weights cannot change."""
-    max_running: PositiveInt = 128
-    """Most requests that a replica decodes at once; more wait."""
+    max_running: PositiveInt | Literal["auto"] = 128
+    """Most requests that a replica decodes at once; more wait. "auto" starts with as many as the key-value cache
+    certainly holds (its tokens divided by `max_context`), and follows the measured use of the cache: it grows while the
+    cache has room, and shrinks before it is full or when requests are preempted. It is at most 1,024, and at most
+    `max_step_tokens`. Choose it where answers are much shorter than `max_context`, or change their length."""
     max_context: Annotated[int, Ge(2)] = 1024
     """Most tokens of a prompt and its answer together; an answer that reaches it ends as at its token limit."""
     max_step_tokens: int = 4096
@@ -73,10 +76,17 @@ class GeneratorSettings(Settings):
             found.append(f"{prefix}async_scheduling=true: must be false on CPU, {why}")
         return found
 
+    @property
+    def most_running(self) -> int:
+        """The most requests that `max_running` ever allows."""
+        if self.max_running == "auto":
+            return min(MOST_RUNNING, self.max_step_tokens)
+        return self.max_running
+
     def _problems(self, at: Section) -> Iterator[str]:
         if self.ep not in (1, self.tp):
             yield f"{at.ep}: must be 1 or {at.tp}, the processes of a replica"
-        if self.max_step_tokens < self.max_running:
+        if self.max_step_tokens < (1 if self.max_running == "auto" else self.max_running):
             because = "because each running request decodes one token in a step"
             yield f"{at.max_step_tokens}: must be at least {at.max_running}, {because}"
 
@@ -112,6 +122,8 @@ class GeneratorSettings(Settings):
             )
 
 
+MOST_RUNNING = 1024
+"""The limit of `generator.max_running=auto`. vLLM reserves memory for each request that it may run."""
 CPU_BLOCK_TOKENS = 32
 """The smallest block of the key-value cache that the CPU kernels support. vLLM's default is 128, but only whole blocks
 of a prefix are shared."""

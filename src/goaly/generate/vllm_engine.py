@@ -48,7 +48,7 @@ from goaly.generate.request import (
     duplicate_request,
 )
 from goaly.generate.sampling_parameters import limits_of, parameters
-from goaly.generate.scheduling_counter import SchedulingCounter
+from goaly.generate.scheduling_counter import PreemptionCounter, SchedulingCounter
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.versioned_tokens import VersionedTokens
 from goaly.generate.vllm_setup import engine_arguments, leave_no_named_shared_memory, unname_semaphores
@@ -147,6 +147,7 @@ class VllmEngine:
         self._end = cast(Any, weakref.finalize(self._core, frozen()(self._core.engine_core.shutdown)))
         self._end.atexit = False  # the end of the process releases everything; vLLM would collect first
         self._scheduler = self._core.engine_core.scheduler
+        self._preemptions = PreemptionCounter(self._scheduler)
         self._grammars = Grammars(self._core, Path(model.path), chat or ChatSettings())
         runner = self._vllm.model_executor.driver_worker.worker.model_runner
         self._beyond_runner = limits_of(self._device() == "cuda" and self._vllm.vllm_config.use_v2_model_runner)
@@ -183,6 +184,17 @@ class VllmEngine:
     def counts(self) -> tuple[int, int]:
         """How many requests vLLM runs, and how many wait in vLLM."""
         return self._scheduler.get_request_counts()
+
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens that the key-value cache holds."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks * self._scheduler.block_size
+
+    @property
+    def cache_load(self) -> tuple[float, int]:
+        """The share of the cache that running requests use, and how many of them have been preempted so far."""
+        return self._scheduler.kv_cache_manager.usage, self._preemptions.count
 
     def check(self, name: str, prompt: list[int]) -> None:
         """Raise ValueError if this prompt cannot be served. May be called from any thread."""

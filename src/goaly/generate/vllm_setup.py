@@ -68,7 +68,7 @@ def engine_arguments(
         tensor_parallel_size=settings.tp,
         enable_expert_parallel=settings.ep > 1,
         distributed_executor_backend="external_launcher" if settings.tp > 1 else "uni",
-        max_num_seqs=settings.max_running,
+        max_num_seqs=settings.most_running,
         max_model_len=settings.max_context,
         max_num_batched_tokens=settings.max_step_tokens,
         enable_chunked_prefill=True,

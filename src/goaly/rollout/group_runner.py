@@ -33,6 +33,7 @@ from goaly.prompts.prompt import PASS_REWARD, Prompt
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.rollout.cut_off_reward import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, is_resumable, trajectories_of
+from goaly.rollout.episode_places import EpisodePlaces
 from goaly.rollout.failed_episodes import FailedEpisodes
 from goaly.rollout.running_episodes import (
     EpisodeTimeout,
@@ -104,7 +105,7 @@ class GroupRunner:
     """Seeds the requests of evaluations, and with `rollout.repeatable` all others."""
 
     def __post_init__(self) -> None:
-        self._places = asyncio.Semaphore(self.settings.concurrency)
+        self.places = EpisodePlaces(self.settings.most_episodes)
         self._evaluations = 0
         self._running: dict[int, RunningGroup] = {}
 
@@ -265,7 +266,7 @@ class GroupRunner:
         self, prompt: Prompt, running: RunningEpisode, group_limit: asyncio.Timeout | None = None
     ) -> tuple[Trajectory, ...]:
         name = f"episode {running.sample_index} of prompt {prompt.id}"
-        async with self._places:  # Unblocked by the end of other episodes.
+        async with self.places:  # Unblocked by the end of other episodes.
             seconds = self.settings.group_seconds
             if group_limit is not None and seconds is not None and group_limit.when() is None:
                 group_limit.reschedule(asyncio.get_running_loop().time() + seconds)

@@ -182,6 +182,12 @@ class RolloutWorker(Actor):
         return self._runner.progress(ticket)
 
     @concurrent_endpoint
+    async def limit_episodes(self, most: int) -> tuple[int, int]:
+        """Run at most this many episodes at once from now on; how many have a place, and how many wait for one."""
+        self._runner.places.limit(most)
+        return self._runner.places.taken, self._runner.places.waiting
+
+    @concurrent_endpoint
     async def evaluate(
         self, name: str, prompt: Prompt, samples: int, sampling: Mapping[str, Any] | None = None, min_version: int = 0
     ) -> list[float | None]:

@@ -7,6 +7,8 @@ from typing import Literal
 from goaly.agents.settings import LAST_PORT, EndpointSettings, SessionSettings
 from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, Settings
 
+MOST_EPISODES = 4096
+"""The limit of a worker with `rollout.concurrency=auto`."""
 CutOffReward = Literal["worst", "exclude"] | float
 
 
@@ -15,8 +17,11 @@ class RolloutSettings(Settings):
 
     workers: PositiveInt = 1
     """Processes that run episodes."""
-    concurrency: PositiveInt = 1024
-    """Most episodes that one worker runs at once; more wait."""
+    concurrency: PositiveInt | Literal["auto"] = 1024
+    """Most episodes that one worker runs at once; more wait. "auto" runs as many as the engines have room for and a
+    tenth more, at least those of one training step and at most 4,096: it grows while no request queues at an engine and
+    the key-value caches have room, and shrinks when requests queue or are preempted. Choose it for agents of several
+    turns, whose conversations lose their cache while too many others are under way."""
     episode_seconds: PositiveFloat | None = 3600.0
     """Time limit of an episode, from its start to its trajectory; null is no limit. An episode that takes longer is
     cancelled, and cut off if the time was the policy's: it was generating when time ran out, and for at least half of
@@ -51,6 +56,11 @@ class RolloutSettings(Settings):
     endpoint: EndpointSettings | None = None
     """Serve the policy to agents by HTTP: `context.endpoint` has the address and the key. `{}` is enough; null serves
     nothing. It takes a worker 600 MB and some seconds at its start."""
+
+    @property
+    def most_episodes(self) -> int:
+        """The most episodes that `concurrency` ever allows in a worker."""
+        return MOST_EPISODES if self.concurrency == "auto" else self.concurrency
 
     def _problems(self, at: Section) -> Iterator[str]:
         if self.endpoint is not None and self.endpoint.port + self.workers - 1 > LAST_PORT:

@@ -1,5 +1,6 @@
 """Stage 4 of a run as a script calls it: tickets for groups, batches for training steps, and the accounting of both."""
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,8 @@ class BacklogStage:
         self._is_closed = False
         self._last_counts: dict[str, int] = {}
         self.is_giving_batches = False
+        self.waited_seconds = 0.0
+        """Seconds that `batches` waited for the newest batch."""
 
     @property
     def hub(self) -> str:
@@ -107,13 +110,14 @@ class BacklogStage:
         """
         self.is_giving_batches = True
         while self._given < steps:
-            recorded = len(self._published)
+            recorded, asked = len(self._published), time.monotonic()
             async with reporting(self._report_wait):
                 batch = await self._ask("next_batch", lambda queue: queue.next_batch.call_one())
             if batch is None:
                 if self._on_end is not None:
                     await self._on_end()
                 raise RunFailed("the trajectory queue closed before the run's last step")
+            self.waited_seconds = time.monotonic() - asked
             self._given = batch.id + 1
             del self._published[:recorded]  # journal-5
             yield batch

@@ -61,11 +61,13 @@ class RolloutStage:
         *,
         fixed: bool = False,
         sessions: Path | None = None,
+        on_end: Callable[[GroupSummary], None] = lambda summary: None,
     ):
         """An evaluation that takes long is reported to `say`, as a line of text. Without a `backlog` every ticket is
         running. `fixed` is for groups whose agents know the address of their worker. `sessions` is the folder of
-        the workers' session files."""
+        the workers' session files. `on_end` gets how each group ended."""
         self.workers = tuple(workers)
+        self._on_end = on_end
         self._say = say
         self._backlog = backlog
         self._fixed = fixed
@@ -163,6 +165,7 @@ class RolloutStage:
 
     def _judge(self, summary: GroupSummary) -> None:
         """End the run if too many groups in a row failed or left no room for an answer."""
+        self._on_end(summary)
         group = f"group {summary.ticket} ({summary.prompt_id})"
         if summary.failed is not None:
             self._failures_in_a_row += 1
@@ -182,6 +185,23 @@ class RolloutStage:
                 raise RunFailed(
                     f"{self._too_long_in_a_row} groups were rejected in a row; the last: {summary.rejected}"
                 )
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return len(self.workers)
+
+    async def limit_episodes(self, most: int) -> list[tuple[int, int]]:
+        """Have every worker run at most this many episodes at once. For each worker that answers, how many have a place
+        and how many wait for one."""
+
+        async def limited(worker: ReplaceableActors[RolloutWorker]) -> tuple[int, int] | None:
+            with suppress(Lost):
+                return await worker.call("rollout.limit_episodes", lambda actor: actor.limit_episodes.call_one(most))
+            return None
+
+        answers = await asyncio.gather(*(limited(worker) for worker in self.workers if worker.serves))
+        return [answer for answer in answers if answer is not None]
 
     async def describe(self, ticket: int) -> str:
         """The group of this ticket in words: its prompt, its worker, and the progress of its episodes."""

@@ -20,8 +20,10 @@ from goaly.generate.service import GeneratorService
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
+from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
+from goaly.run.episode_limit import EpisodeLimit
 from goaly.run.periodic_evaluation import PeriodicEvaluation
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable_actors import ReplaceableActors
@@ -51,6 +53,8 @@ class Run:
     keepers: list[asyncio.Task[None]]
     """Those of `tasks` that replace processes."""
     replaceable: list[ReplaceableActors[Any]]
+    episode_limit: EpisodeLimit | None = None
+    """With `rollout.concurrency=auto`."""
 
     def __init__(self, config: RunConfig, run_dir: Path):
         self.config = config
@@ -182,19 +186,26 @@ class Run:
             **metrics,
             **{f"mix/{source}": share for source, share in shares.items()},
             **self.periodic.metrics,
+            **({} if self.episode_limit is None else {"rollout/concurrency": float(self.episode_limit.value)}),
             **({"evaluation/failed": float(self.failed_evaluations)} if self.failed_evaluations else {}),
             "step/seconds": seconds,
+            "step/wait_seconds": self.backlog.waited_seconds,
             "step/tokens": float(batch.tokens),
             "step/tokens_per_second": batch.tokens / seconds,
             "backlog/running": float(counts["running"]),
             "backlog/queued": float(counts["queued"]),
             "generator/version": float(min((stats.version for stats in replicas), default=0)),
             "generator/running": float(sum(stats.running for stats in replicas)),
+            "generator/queued": float(sum(stats.queued for stats in replicas)),
+            "generator/max_running": float(sum(stats.max_running for stats in replicas)),
+            "generator/preemptions": float(sum(stats.preemptions for stats in replicas)),
             "generator/tokens": float(sum(stats.tokens for stats in replicas)),
             "generator/steps": float(sum(stats.steps for stats in replicas)),
             "generator/updates": float(sum(stats.updates for stats in replicas)),
             "generator/verified_updates": float(sum(stats.verified_updates for stats in replicas)),
             "generator/busy_seconds": sum(stats.busy_seconds for stats in replicas),
+            "generator/running_seconds": sum(stats.running_seconds for stats in replicas),
+            "generator/cache_seconds": sum(stats.cache_seconds for stats in replicas),
             "generator/stall_seconds": sum(stats.stall_seconds for stats in replicas),
             "run/seconds": now - self.started,
         }
@@ -207,6 +218,19 @@ class Run:
         await self.checkpoints.after_step(policy_version)
         if self._stop is not None:
             await self.stopped()
+
+    def episode_ended(self, group: GroupSummary) -> None:
+        """Take the end of a group into account."""
+        if self.episode_limit is not None:
+            self.episode_limit.ended(group)
+
+    async def follow_load(self) -> None:
+        """Have the number of episodes under way follow the load of the engines from now on."""
+        backlog = self.config.backlog
+        sizes = {"groups_per_step": backlog.groups_per_step, "group_size": backlog.group_size}
+        self.episode_limit = EpisodeLimit(self.rollouts, self.generators.stats, **sizes)
+        await self.episode_limit.start()
+        self.keepers.append(self.tasks.create_task(self.episode_limit.follow(), name="limit of episodes"))
 
     def stop_after_step(self, stop: Callable[[], object]) -> bool:
         """Call `stop` after the current step and a checkpoint of it. False if the run has not started."""

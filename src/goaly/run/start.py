@@ -161,6 +161,7 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         run.backlog,
         fixed=has_address or goes_on,
         sessions=sessions if endpoint is not None or goes_on else None,
+        on_end=run.episode_ended,
     )
     run.generators = GeneratorService(
         replicas=config.generator.replicas,
@@ -191,6 +192,8 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         if stage is not None:
             starts[name] = stage.start(checkpoint)
     await run_all(starts, "starting", run.say)
+    if config.rollout.concurrency == "auto":
+        await run.follow_load()
     if checkpoint is not None:
         await run.trainer.publish()  # generators begin with the model's folder
         run.say(f"resumed at policy version {step}; the log has {recovered.policy_version} trained batches")

@@ -11,8 +11,9 @@ import pytest
 from goaly.base import watchdog
 from goaly.base.errors import ReplicaLost
 from goaly.base.watchdog import WorkWatchdog
-from goaly.generate.engine_loop import Command, EngineLoop, Stop
+from goaly.generate.engine_loop import EngineLoop
 from goaly.generate.request import Finish, InvalidRequest, Request, Sample, Sampling
+from goaly.generate.scheduler import Command, Stop
 from goaly.generate.settings import GeneratorSettings
 from goaly.generate.versioned_tokens import VersionedTokens
 
@@ -28,6 +29,8 @@ class CountingEngine:
     def __init__(self) -> None:
         self.version = 0
         self.breaks = False
+        self.cache_tokens = 10**6
+        self.preemptions = 0
         self.threads: list[str] = []
         self._written: dict[str, VersionedTokens] = {}
         self.begun_at: dict[str, int | None] = {}
@@ -37,6 +40,11 @@ class CountingEngine:
     @property
     def running(self) -> int:
         return len(self._written)
+
+    @property
+    def cache_load(self) -> tuple[float, int]:
+        used = sum(1 + len(written.tokens) for written in list(self._written.values()))
+        return used / self.cache_tokens, self.preemptions
 
     def enter_thread(self) -> None:
         self.threads.append(threading.current_thread().name)
@@ -286,3 +294,24 @@ async def test_the_engine_prepares_the_thread_that_steps_it_before_the_first_cal
     """CUDA's current device is each thread's own: the engine was built in another thread than it is stepped in."""
     await ask(loop, "one")
     assert engine.threads == ["engine"]
+
+
+async def test_the_limit_of_running_requests_follows_the_cache(engine):
+    """It starts with as many as certainly fit, and short answers leave room for more."""
+    engine.cache_tokens = 10_000
+    settings = GeneratorSettings(on_update="keep", max_running="auto", max_context=1000, max_step_tokens=500)
+    loop = EngineLoop(engine, settings, lambda: 1)
+    try:
+        assert loop.stats().max_running == 10
+        await asyncio.gather(*(ask(loop, str(number), max_tokens=5) for number in range(2000)))
+        stats = loop.stats()
+        assert 20 <= stats.max_running <= 500
+        assert 10 <= stats.running_seconds / stats.busy_seconds <= stats.max_running
+        before = stats.max_running
+        ends = asyncio.gather(*(ask(loop, f"more {number}", max_tokens=5) for number in range(100)))
+        engine.preemptions += 1
+        await ends
+        assert loop.stats().max_running < before
+        assert loop.stats().preemptions == 1
+    finally:
+        await loop.stop()

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goaly.generate.engine_loop import Apply, Cancel, Command, Scheduler, Stop
 from goaly.generate.request import Request, Sampling
+from goaly.generate.scheduler import Apply, Cancel, Command, Scheduler, Stop
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -119,3 +119,14 @@ def test_every_request_starts_once_or_is_withdrawn_once_and_never_under_older_we
         play_round(0)
     assert not scheduler.has_work(running=0)
     assert sorted(begun + withdrawn, key=int) == [str(i) for i in range(asked)]
+
+
+def test_a_request_that_waits_for_newer_weights_is_not_held_back_by_the_limit():
+    scheduler = Scheduler("keep", max_running=1)
+    for command in (add("late", min_version=1), add("a")):
+        scheduler.submit(command)
+    assert scheduler.holds_back
+    assert scheduler.queued == 1
+    scheduler.next(running=0)
+    assert not scheduler.holds_back
+    assert (scheduler.queued, scheduler.waiting) == (0, 1)
