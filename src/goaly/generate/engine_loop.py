@@ -111,10 +111,12 @@ class EngineLoop:
         self._delivered = delivered
         self._follows = link is not None and link.rank > 0
         self._limit = None
+        most = settings.most_running
         if settings.max_running == "auto":
             fits = engine.cache_tokens // settings.max_context
-            self._limit = InflightLimit(start=fits, least=max(1, fits), most=settings.most_running)
-        self._scheduler = Scheduler(settings.on_update, max_running=settings.most_running, version=engine.version)
+            self._limit = InflightLimit(start=fits, least=max(1, fits), most=most)
+            most = self._limit.value
+        self._scheduler = Scheduler(settings.on_update, max_running=most, version=engine.version)
         self._work = threading.Condition()
         self._events = asyncio.get_running_loop()
         self._requests: dict[str, Deliver] = {}

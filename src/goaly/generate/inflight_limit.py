@@ -55,7 +55,7 @@ class InflightLimit:
     """Follows the loads that it observes."""
 
     def __init__(self, *, start: int, least: int, most: int):
-        self.least, self.most = least, most
+        self.least, self.most = min(least, most), most
         self.value = min(max(start, least), most)
         """How many may be under way."""
         self._patience = 1

@@ -107,7 +107,9 @@ async def run_of(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPat
 
         run.trainer = Trainer()
         run.rollouts = Rollouts()
-        run.backlog = SimpleNamespace(counts=counts, end=lambda: None, final_counts={}, final_reasons={})
+        run.backlog = SimpleNamespace(
+            counts=counts, waited_seconds=0.0, end=lambda: None, final_counts={}, final_reasons={}
+        )
         run.checkpoints = SimpleNamespace(after_step=AsyncMock(), finish=AsyncMock())
         run.generators = SimpleNamespace(stats=stats, supervise=supervise)
 
