@@ -87,8 +87,9 @@ class EpisodeLimit:
         ended, failed, self._ended, self._failed = self._ended, self._failed, 0, 0
         places = await self._tell()
         preemptions = sum(one.preemptions for one in engines)
+        taken = sum(taken for taken, _ in places)
         load = Load(
-            under_way=sum(taken for taken, _ in places),
+            under_way=taken if taken > self._of_each * self._workers.count else min(taken, self._limit.value),
             holds_back=any(waiting for _, waiting in places),
             cache_use=max((one.cache_use for one in engines), default=0.0),
             queued=sum(one.queued for one in engines),
@@ -102,5 +103,10 @@ class EpisodeLimit:
         if self._limit.value != before:
             await self._tell()
 
+    @property
+    def _of_each(self) -> int:
+        """The limit of one worker: rounded up, so all together may exceed the limit by a few."""
+        return ceil(self.value / self._workers.count)
+
     async def _tell(self) -> list[tuple[int, int]]:
-        return await self._workers.limit_episodes(ceil(self.value / self._workers.count))
+        return await self._workers.limit_episodes(self._of_each)
