@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Channel, Port, PortReceiver
 
 from goaly.base.errors import ReplicaLost, root_cause
+from goaly.base.message_socket import Listener, MessageSocket, open_socket
 from goaly.base.process import ExitWatch, ProcessMark, this_host, this_process, vital_task
-from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Request, Sample, Sampling, settle
 from goaly.generate.streamed_answer import OnPart
 from goaly.generate.versioned_tokens import VersionedTokens

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from goaly.base.errors import ReplicaLost
+from goaly.base.inflight_limit import InflightLimit, Load
 from goaly.base.process import give_up
 from goaly.base.watchdog import Work
-from goaly.generate.inflight_limit import InflightLimit, Load
 from goaly.generate.request import (
     Finish,
     GeneratorStats,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 from typing import Protocol
 
-from goaly.generate.inflight_limit import RESERVE, InflightLimit, Load
+from goaly.base.inflight_limit import RESERVE, InflightLimit, Load
 from goaly.generate.request import GeneratorStats
 from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.settings import MOST_EPISODES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.generate.inflight_limit import InflightLimit, Load
+from goaly.base.inflight_limit import InflightLimit, Load
 
 LOADS = st.builds(
     Load,
@@ -81,7 +81,7 @@ def heavy_tailed(seed: int, shortest: int, longest: int) -> Callable[[], int]:
 
 
 @given(loads=st.lists(LOADS, max_size=60), start=st.integers(1, 500), least=st.integers(1, 200))
-def test_a_limit_is_never_below_the_least_nor_above_the_most_whatever_happens(loads, start, least):  # generate-17
+def test_a_limit_is_never_below_the_least_nor_above_the_most_whatever_happens(loads, start, least):  # base-5
     limit = InflightLimit(start=start, least=least, most=300)
     for load in loads:
         limit.observe(load)
@@ -89,7 +89,7 @@ def test_a_limit_is_never_below_the_least_nor_above_the_most_whatever_happens(lo
 
 
 @given(loads=st.lists(LOADS, max_size=60), start=st.integers(1, 500))
-def test_a_limit_that_shrank_does_not_change_before_the_work_under_way_fits_it(loads, start):  # generate-17
+def test_a_limit_that_shrank_does_not_change_before_the_work_under_way_fits_it(loads, start):  # base-5
     limit = InflightLimit(start=start, least=1, most=1000)
     for load in loads:
         before = limit.value

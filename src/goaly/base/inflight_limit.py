@@ -11,7 +11,7 @@ A change takes effect slowly: work that is under way goes on, and new requests h
 uses measurements of the present limit only. Without that rule a full cache cuts a limit of 1,024 to 8: each step finds
 it still full and cuts again.
 
-    generate-17: A limit is at least `least`. It shrinks once, and not again before the work under way fits it.
+    base-5: A limit is at least `least`. It shrinks once, and not again before the work under way fits it.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class InflightLimit:
 
     def observe(self, load: Load) -> None:
         """Take a measurement into account; `value` is the limit from now on."""
-        if load.under_way > self.value:  # generate-17
+        if load.under_way > self.value:  # base-5
             self._begin()
             return
         self._ended += load.ended
@@ -90,7 +90,7 @@ class InflightLimit:
         self._change(wanted)
 
     def _change(self, wanted: int) -> None:
-        wanted = min(max(wanted, self.least), self.most)  # generate-17
+        wanted = min(max(wanted, self.least), self.most)  # base-5
         if wanted != self.value:
             grows = wanted > self.value
             if self._grew:

@@ -12,8 +12,8 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from goaly.base.errors import ReplicaLost
+from goaly.base.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.connection import Connection, Ways, Withdraw, own_name
-from goaly.generate.message_socket import Listener, MessageSocket, open_socket
 from goaly.generate.request import Finish, Sample, Sampling
 from goaly.generate.versioned_tokens import VersionedTokens
 
@@ -175,9 +175,7 @@ async def test_what_waited_for_the_socket_can_be_withdrawn_and_a_refused_part_en
 
 async def test_a_message_that_cannot_be_handled_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     gave_up: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(
-        "goaly.generate.message_socket.give_up", lambda why, error: gave_up.put_nowait(f"{why}: {error}")
-    )
+    monkeypatch.setattr("goaly.base.message_socket.give_up", lambda why, error: gave_up.put_nowait(f"{why}: {error}"))
     here, there = Received(), Received()
     there.messages.put_nowait = Mock(side_effect=LookupError("no such client"))
     one, other = await pair(here, there)
