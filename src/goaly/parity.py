@@ -88,8 +88,8 @@ def mixed_requests(
 def cramped(model: ModelSettings, generator: GeneratorSettings, asked: Sequence[CheckedRequest]) -> GeneratorSettings:
     """The generator with a cache for half of the longest sequences of these requests, but for one whole sequence at
     least, and with short steps: requests are preempted and prompts are computed in parts."""
-    at_once = sorted(one.tokens for one in asked)[-min(LONG, generator.max_running) :]
-    steps = replace(generator, max_step_tokens=2 * generator.max_running)
+    at_once = sorted(one.tokens for one in asked)[-min(LONG, generator.most_running) :]
+    steps = replace(generator, max_step_tokens=2 * generator.most_running)
     return with_cache_of(model, steps, sum(at_once) // 2)
 
 
@@ -260,7 +260,7 @@ def check(config: RunConfig, requests: int) -> bool:
     """Compare the generator and the trainer of this config, and print how many log-probs differ; whether any does."""
     shape = architecture(read_config(config.model.path))
     longest, row_length = config.max_context, config.backlog.row_length
-    generator = replace(config.generator, max_context=longest, max_running=min(config.generator.max_running, 32))
+    generator = replace(config.generator, max_context=longest, max_running=min(config.generator.most_running, 32))
     asked = mixed_requests(
         requests, vocabulary=shape.vocab_size, longest=longest, temperature=config.trainer.temperature
     )
