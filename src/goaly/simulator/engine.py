@@ -66,7 +66,7 @@ class Engine:
         self._apply_seconds = apply_seconds
         self._ended = ended
         self._busy_changed = busy_changed
-        most = settings.max_running
+        most = settings.most_running
         self._step_seconds = [times.step_seconds(max(1, running)) / speed for running in range(most + 1)]
         self._most = most
         self._per_request = times.seconds_per_request / speed

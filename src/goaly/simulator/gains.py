@@ -58,8 +58,8 @@ def _changed(part: Lever, run: SimulatedRun) -> tuple[SimulatedRun, Speeds]:
         if backlog.order == "windowed":
             run = replace(run, backlog=replace(backlog, window=2 * backlog.window))
     else:
-        running = 2 * generator.max_running
+        running = 2 * generator.most_running
         generator = replace(generator, max_running=running, max_step_tokens=max(running, generator.max_step_tokens))
-        rollout = replace(run.rollout, concurrency=2 * run.rollout.concurrency)
+        rollout = replace(run.rollout, concurrency=2 * run.rollout.most_episodes)
         run = replace(run, generator=generator, rollout=rollout)
     return run, Speeds()

@@ -134,7 +134,7 @@ class Simulation:
         )
         rollout = run.rollout
         self._workers = [
-            _Worker(rollout.concurrency, len(self._engines), number % len(self._engines))
+            _Worker(rollout.most_episodes, len(self._engines), number % len(self._engines))
             for number in range(rollout.workers)
         ]
         self._cached_turns = run.generator.prefix_caching
