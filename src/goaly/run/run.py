@@ -19,11 +19,11 @@ from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
+from goaly.rollout.episode_limit import EpisodeLimit
 from goaly.rollout.evaluation import EvalResult, Evaluation, ProblemSets, warn_of_failures, warn_of_long_prompts
 from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.running_episodes import EvaluationFailed
 from goaly.run.backlog_stage import BacklogStage
-from goaly.run.episode_limit import EpisodeLimit
 from goaly.run.periodic_evaluation import PeriodicEvaluation
 from goaly.run.reference_stage import ReferenceStage
 from goaly.run.replaceable_actors import ReplaceableActors

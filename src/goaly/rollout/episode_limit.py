@@ -4,7 +4,7 @@ An episode that waits for an engine costs nothing in the engine, but its environ
 the first turns of others, and the cache of its conversation is evicted meanwhile. So as many run as the engines have
 room for, and a few more.
 
-    run-13: The limit is at least the episodes of one step, however full the engines are: a step never waits for a place
+    rollout-10: The limit is at least the episodes of one step, however full the engines are: a step never waits for a place
         that only its own end would free.
 """
 
@@ -61,7 +61,7 @@ class EpisodeLimit:
         self._preemptions = sum(one.preemptions for one in engines)
         room = ceil(RESERVE * sum(one.max_running for one in engines))
         most = MOST_EPISODES * self._workers.count
-        least = min(self._step_episodes, most)  # run-13
+        least = min(self._step_episodes, most)  # rollout-10
         self._limit = InflightLimit(start=room, least=least, most=most)
         await self._tell()
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goaly.generate.request import GeneratorStats
+from goaly.rollout.episode_limit import EpisodeLimit
 from goaly.rollout.group_runner import GroupSummary
-from goaly.run.episode_limit import EpisodeLimit
 
 
 @dataclass
@@ -69,7 +69,7 @@ async def test_it_shrinks_to_what_the_engines_run_where_requests_queue():
 
 
 @given(uses=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), max_size=50), step=st.integers(1, 20))
-async def test_a_step_always_has_places_for_all_its_episodes(uses, step):  # run-13
+async def test_a_step_always_has_places_for_all_its_episodes(uses, step):  # rollout-10
     load = Load(room=1)
     limit = await followed(load, 0, groups_per_step=step)
     for use, preempted in uses:
