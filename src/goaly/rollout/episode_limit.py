@@ -4,8 +4,8 @@ An episode that waits for an engine costs nothing in the engine, but its environ
 the first turns of others, and the cache of its conversation is evicted meanwhile. So as many run as the engines have
 room for, and a few more.
 
-    rollout-10: The limit is at least the episodes of one step, however full the engines are: a step never waits for a place
-        that only its own end would free.
+    rollout-10: The limit is at least the episodes of one step, however full the engines are: a step never waits for a
+        place that only its own end would free.
 """
 
 import asyncio
