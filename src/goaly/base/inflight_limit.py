@@ -35,7 +35,7 @@ STORM = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class MeasuredLoad:
     """A measurement. The counts are those since the one before."""
 
     under_way: int
@@ -63,7 +63,7 @@ class InflightLimit:
         """Whether its last change was a growth."""
         self._begin()
 
-    def observe(self, load: Load) -> None:
+    def observe(self, load: MeasuredLoad) -> None:
         """Take a measurement into account; `value` is the limit from now on."""
         if load.under_way > self.value:  # base-5
             self._begin()
@@ -80,7 +80,7 @@ class InflightLimit:
         elif self._ended >= self.value * self._patience:
             self._turn_over(load)
 
-    def _turn_over(self, load: Load) -> None:
+    def _turn_over(self, load: MeasuredLoad) -> None:
         wanted = self.value
         if self._failed <= STORM * (self._ended + self._failed):
             if self._shortest_queue > LONG_QUEUE * load.under_way:

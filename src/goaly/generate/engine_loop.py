@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from goaly.base.errors import ReplicaLost
-from goaly.base.inflight_limit import InflightLimit, Load
+from goaly.base.inflight_limit import InflightLimit, MeasuredLoad
 from goaly.base.process import give_up
 from goaly.base.watchdog import Work
 from goaly.generate.request import (
@@ -272,7 +272,7 @@ class EngineLoop:
         if self._limit is not None and not self._follows:
             more = preemptions - stats.preemptions
             held = self._scheduler.holds_back
-            load = Load(under_way=running, holds_back=held, cache_use=cache_use, preemptions=more, ended=ended)
+            load = MeasuredLoad(under_way=running, holds_back=held, cache_use=cache_use, preemptions=more, ended=ended)
             self._limit.observe(load)
             self._scheduler.max_running = self._limit.value
         stats.preemptions = preemptions

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from goaly.base.errors import ConfigError
-from goaly.plan.run_evidence import Evidence
+from goaly.plan.run_evidence import RunEvidence
 
 NO_SIGNAL, TRUNCATED, FAILED = 0.5, 0.25, 0.05
 """Shares from which on groups without signal, truncated answers and failures mean that something is broken."""
@@ -32,7 +32,7 @@ LEAST_HELP = 0.03
 """A change that saves less of a step is not worth a line."""
 
 
-class Limit(StrEnum):
+class LimitedBy(StrEnum):
     """What bounds the seconds of a step."""
 
     TRAINER = "the trainer"
@@ -53,7 +53,7 @@ class Change:
     """Expected seconds of a step."""
 
 
-def broken(run: Evidence) -> Iterator[str]:
+def broken(run: RunEvidence) -> Iterator[str]:
     """One line for each sign that something is wrong with the run itself."""
     status = run.summary.get("status")
     if status == "failed":
@@ -81,23 +81,23 @@ def broken(run: Evidence) -> Iterator[str]:
         yield f"evaluations failed (evaluation/failed, {failed:.0f})"
 
 
-def limit_of(run: Evidence) -> Limit:
+def limit_of(run: RunEvidence) -> LimitedBy:
     """What bounds the seconds of a step."""
     whole, backlog = run.step_seconds, run.backlog
     if run.train_seconds >= BUSY * whole:
-        return Limit.TRAINER
+        return LimitedBy.TRAINER
     if run.engine_seconds >= BUSY * whole:
-        return Limit.GENERATOR
+        return LimitedBy.GENERATOR
     if run.rest_seconds >= REST * whole and run.rest_seconds > run.wait_seconds:
-        return Limit.WEIGHTS
+        return LimitedBy.WEIGHTS
     if backlog.order == "windowed" and (run.mean("backlog/queued") or 0.0) >= backlog.groups_per_step:
-        return Limit.WINDOW
+        return LimitedBy.WINDOW
     if backlog.max_staleness > 0 and _share_at_engines(run) < AT_ENGINES:
-        return Limit.EPISODES
-    return Limit.STALENESS
+        return LimitedBy.EPISODES
+    return LimitedBy.STALENESS
 
 
-def changes(run: Evidence, limit: Limit) -> list[Change]:
+def changes(run: RunEvidence, limit: LimitedBy) -> list[Change]:
     """What should help, the most helpful first."""
     found = [
         change
@@ -107,42 +107,42 @@ def changes(run: Evidence, limit: Limit) -> list[Change]:
     return sorted(found, key=lambda change: change.seconds)
 
 
-def _candidates(run: Evidence, limit: Limit) -> Iterator[Change]:
+def _candidates(run: RunEvidence, limit: LimitedBy) -> Iterator[Change]:
     whole, train, engine = run.step_seconds, run.train_seconds + run.rest_seconds, run.engine_seconds
     generator, backlog = run.generator, run.backlog
     both = max(train, engine)
-    if limit in (Limit.TRAINER, Limit.GENERATOR):
+    if limit in (LimitedBy.TRAINER, LimitedBy.GENERATOR):
         yield from _moved(run)
-    if limit is Limit.TRAINER:
+    if limit is LimitedBy.TRAINER:
         more, ranks = run.trainer.fsdp + 1, run.trainer.fsdp
         why = f"one more data-parallel rank, the generator stays: {100 * engine / whole:.0f} % of a step is its work"
         seconds = max(run.train_seconds * ranks / more + run.rest_seconds, engine)
         yield Change(settings=f"trainer.fsdp={more}", why=why, seconds=seconds)
-    elif limit is Limit.GENERATOR:
+    elif limit is LimitedBy.GENERATOR:
         more = generator.replicas + 1
         seconds = max(train, engine * generator.replicas / more)
         yield Change(settings=f"generator.replicas={more}", why="one more replica", seconds=seconds)
-    elif limit is Limit.STALENESS:
+    elif limit is LimitedBy.STALENESS:
         more = 2 * backlog.max_staleness or 1
         why = "generation and training overlap more; at best a step takes as long as the slower side"
         yield Change(settings=f"backlog.max_staleness={more}", why=why, seconds=both)
-    elif limit is Limit.WINDOW:
+    elif limit is LimitedBy.WINDOW:
         why = "finished groups wait behind a slow one; at best a step takes as long as the slower side"
         yield Change(settings=f"backlog.window={2 * backlog.window}", why=why, seconds=both)
-    elif limit is Limit.EPISODES:
+    elif limit is LimitedBy.EPISODES:
         share = 100 * (1 - _share_at_engines(run))
         why = f"{share:.0f} % of the episodes under way are at no engine: faster environments, or more of them at once"
         yield Change(settings=f"backlog.max_staleness={2 * backlog.max_staleness}", why=why, seconds=both)
-    elif limit is Limit.WEIGHTS:
+    elif limit is LimitedBy.WEIGHTS:
         why = "new weights, the reference model, evaluations or checkpoints hold the training loop up (trace.json)"
         yield Change(settings="fewer of them in the loop", why=why, seconds=whole - run.rest_seconds)
     yield from _room(run, limit)
 
 
-def _room(run: Evidence, limit: Limit) -> Iterator[Change]:
+def _room(run: RunEvidence, limit: LimitedBy) -> Iterator[Change]:
     """Limits of what runs at once."""
     most, queued = run.generator.most_running, run.mean("generator/queued") or 0.0
-    if run.generator.max_running == "auto" or limit not in (Limit.GENERATOR, Limit.STALENESS):
+    if run.generator.max_running == "auto" or limit not in (LimitedBy.GENERATOR, LimitedBy.STALENESS):
         return
     preempted = run.rise("generator/preemptions")
     if preempted > FAILED * run.backlog.groups_per_step * run.backlog.group_size:
@@ -155,7 +155,7 @@ def _room(run: Evidence, limit: Limit) -> Iterator[Change]:
         yield Change(settings="generator.max_running=auto", why=why, seconds=run.step_seconds)
 
 
-def _moved(run: Evidence) -> Iterator[Change]:
+def _moved(run: RunEvidence) -> Iterator[Change]:
     """The best split of the same ranks, in whole replicas and whole data-parallel ranks."""
     trainer, generator = run.trainer, run.generator
     unit = trainer.ranks // trainer.fsdp
@@ -172,7 +172,7 @@ def _moved(run: Evidence) -> Iterator[Change]:
         yield Change(settings=f"trainer.fsdp={fsdp} generator.replicas={replicas}", why=why, seconds=seconds)
 
 
-def _share_at_engines(run: Evidence) -> float:
+def _share_at_engines(run: RunEvidence) -> float:
     """Share of the episodes under way that an engine works on, the mean over time."""
     under_way = (run.mean("backlog/running") or 0.0) * run.backlog.group_size
     at_engines = run.running * run.generator.replicas * run.engine_seconds / run.step_seconds
@@ -180,7 +180,7 @@ def _share_at_engines(run: Evidence) -> float:
     return min(1.0, (at_engines + queued) / under_way) if under_way else 1.0
 
 
-def report(run: Evidence) -> str:
+def report(run: RunEvidence) -> str:
     """The advice as text."""
     whole = run.step_seconds
     lines = [
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     chosen = parser.parse_args(arguments)
     try:
-        sys.stdout.write(report(Evidence.of(chosen.run)) + "\n")
+        sys.stdout.write(report(RunEvidence.of(chosen.run)) + "\n")
     except ConfigError as error:
         parser.error(str(error))
 

@@ -36,7 +36,7 @@ Step = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class RunEvidence:
     """A run's settings and measurements."""
 
     name: str
@@ -55,7 +55,7 @@ class Evidence:
     """Of all its steps."""
 
     @classmethod
-    def of(cls, folder: Path, now: float | None = None) -> "Evidence":
+    def of(cls, folder: Path, now: float | None = None) -> "RunEvidence":
         """The facts about the run in this folder. ConfigError if it has no metrics of enough steps."""
         settings = _settings(folder)
         file = folder / "metrics.jsonl"

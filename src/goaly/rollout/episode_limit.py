@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 from typing import Protocol
 
-from goaly.base.inflight_limit import RESERVE, InflightLimit, Load
+from goaly.base.inflight_limit import RESERVE, InflightLimit, MeasuredLoad
 from goaly.generate.request import GeneratorStats
 from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.settings import MOST_EPISODES
@@ -88,7 +88,7 @@ class EpisodeLimit:
         places = await self._tell()
         preemptions = sum(one.preemptions for one in engines)
         taken = sum(taken for taken, _ in places)
-        load = Load(
+        load = MeasuredLoad(
             under_way=taken if taken > self._of_each * self._workers.count else min(taken, self._limit.value),
             holds_back=any(waiting for _, waiting in places),
             cache_use=max((one.cache_use for one in engines), default=0.0),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from goaly.base.inflight_limit import InflightLimit, Load
+from goaly.base.inflight_limit import InflightLimit, MeasuredLoad
 
 LOADS = st.builds(
-    Load,
+    MeasuredLoad,
     under_way=st.integers(0, 2000),
     holds_back=st.booleans(),
     cache_use=st.floats(0, 1),
@@ -64,7 +64,7 @@ class Engine:
         self.ended += ended
         under_way = len(self.running) + len(self.preempted)
         use = self.used / self.cache
-        load = Load(
+        load = MeasuredLoad(
             under_way=under_way, holds_back=True, cache_use=use, preemptions=preemptions, ended=ended, failed=failed
         )
         self.limit.observe(load)
@@ -170,7 +170,7 @@ def test_it_holds_while_requests_fail(failing_steps: int):
 def test_it_does_not_grow_where_nothing_is_held_back():
     limit = InflightLimit(start=20, least=20, most=10**4)
     for _ in range(100):
-        limit.observe(Load(under_way=15, holds_back=False, cache_use=0.1, ended=15))
+        limit.observe(MeasuredLoad(under_way=15, holds_back=False, cache_use=0.1, ended=15))
     assert limit.value == 20
 
 
@@ -179,6 +179,6 @@ def test_a_long_queue_at_the_engines_shrinks_it_to_what_they_run_and_a_reserve()
     for _ in range(200):
         under_way = limit.value
         limit.observe(
-            Load(under_way=under_way, holds_back=True, cache_use=0.5, queued=max(0, under_way - 100), ended=100)
+            MeasuredLoad(under_way=under_way, holds_back=True, cache_use=0.5, queued=max(0, under_way - 100), ended=100)
         )
     assert 100 <= limit.value <= 140

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from goaly.base.errors import ConfigError
-from goaly.plan.advise import Limit, broken, changes, limit_of, main, report
-from goaly.plan.run_evidence import Evidence
+from goaly.plan.advise import LimitedBy, broken, changes, limit_of, main, report
+from goaly.plan.run_evidence import RunEvidence
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,22 +64,22 @@ def run_folder(
     return folder
 
 
-def evidence(folder: Path, **shares: Any) -> Evidence:
-    return Evidence.of(run_folder(folder, **shares), now=1000.0 + STEP * 40)
+def evidence(folder: Path, **shares: Any) -> RunEvidence:
+    return RunEvidence.of(run_folder(folder, **shares), now=1000.0 + STEP * 40)
 
 
 @pytest.mark.parametrize(
     ("shares", "limit", "setting"),
     [
-        ({"train": 0.97, "engine": 0.4, "wait": 0.0}, Limit.TRAINER, "trainer.fsdp=3 generator.replicas=1"),
-        ({"train": 0.3, "engine": 0.98, "wait": 0.68}, Limit.GENERATOR, "trainer.fsdp=1 generator.replicas=3"),
-        ({"train": 0.4, "engine": 0.5, "wait": 0.1}, Limit.WEIGHTS, "fewer of them in the loop"),
-        ({"train": 0.4, "engine": 0.6, "wait": 0.6, "backlog__queued": 9.0}, Limit.WINDOW, "backlog.window=8"),
-        ({"train": 0.4, "engine": 0.2, "wait": 0.6}, Limit.EPISODES, "backlog.max_staleness=4"),
-        ({"train": 0.4, "engine": 0.75, "wait": 0.6}, Limit.STALENESS, "backlog.max_staleness=4"),
+        ({"train": 0.97, "engine": 0.4, "wait": 0.0}, LimitedBy.TRAINER, "trainer.fsdp=3 generator.replicas=1"),
+        ({"train": 0.3, "engine": 0.98, "wait": 0.68}, LimitedBy.GENERATOR, "trainer.fsdp=1 generator.replicas=3"),
+        ({"train": 0.4, "engine": 0.5, "wait": 0.1}, LimitedBy.WEIGHTS, "fewer of them in the loop"),
+        ({"train": 0.4, "engine": 0.6, "wait": 0.6, "backlog__queued": 9.0}, LimitedBy.WINDOW, "backlog.window=8"),
+        ({"train": 0.4, "engine": 0.2, "wait": 0.6}, LimitedBy.EPISODES, "backlog.max_staleness=4"),
+        ({"train": 0.4, "engine": 0.75, "wait": 0.6}, LimitedBy.STALENESS, "backlog.max_staleness=4"),
     ],
 )
-def test_each_limit_is_found_and_gets_its_own_advice(tmp_path: Path, shares, limit: Limit, setting: str):
+def test_each_limit_is_found_and_gets_its_own_advice(tmp_path: Path, shares, limit: LimitedBy, setting: str):
     run = evidence(tmp_path, **shares)
     assert limit_of(run) is limit
     found = {change.settings: change.seconds for change in changes(run, limit)}
@@ -89,15 +89,15 @@ def test_each_limit_is_found_and_gets_its_own_advice(tmp_path: Path, shares, lim
 
 def test_a_better_split_of_the_same_ranks_takes_as_long_as_its_slower_side(tmp_path: Path):
     run = evidence(tmp_path, train=0.3, engine=0.98, wait=0.7)
-    moved = next(one for one in changes(run, Limit.GENERATOR) if "trainer.fsdp" in one.settings)
+    moved = next(one for one in changes(run, LimitedBy.GENERATOR) if "trainer.fsdp" in one.settings)
     assert moved.seconds == pytest.approx(max(2 * 3.0 / 1, 2 * 9.8 / 3))
 
 
 def test_a_synchronous_run_is_told_to_be_one_step_off(tmp_path: Path):
     config = CONFIG.replace("max_staleness: 2", "max_staleness: 0")
     run = evidence(tmp_path, train=0.45, engine=0.5, wait=0.55, config=config)
-    assert limit_of(run) is Limit.STALENESS
-    best = changes(run, Limit.STALENESS)[0]
+    assert limit_of(run) is LimitedBy.STALENESS
+    best = changes(run, LimitedBy.STALENESS)[0]
     assert (best.settings, best.seconds) == ("backlog.max_staleness=1", pytest.approx(5.0))
 
 
@@ -123,10 +123,10 @@ def test_nothing_is_said_about_tuning_while_something_is_broken(tmp_path: Path, 
 
 def test_a_run_that_stands_still_is_a_stall_and_a_finished_one_is_none(tmp_path: Path):
     folder = run_folder(tmp_path, train=0.97, engine=0.4, wait=0.0)
-    assert list(broken(Evidence.of(folder, now=1400.0))) == []
-    assert "a stall: 3600 s since the newest step" in next(broken(Evidence.of(folder, now=1400.0 + 3600)))
+    assert list(broken(RunEvidence.of(folder, now=1400.0))) == []
+    assert "a stall: 3600 s since the newest step" in next(broken(RunEvidence.of(folder, now=1400.0 + 3600)))
     run_folder(tmp_path, train=0.97, engine=0.4, wait=0.0, summary={"status": "finished"})
-    assert list(broken(Evidence.of(folder, now=1400.0 + 3600))) == []
+    assert list(broken(RunEvidence.of(folder, now=1400.0 + 3600))) == []
 
 
 def test_a_replaced_generator_and_a_resumed_run_do_not_count_as_work_undone(tmp_path: Path):
@@ -137,7 +137,7 @@ def test_a_replaced_generator_and_a_resumed_run_do_not_count_as_work_undone(tmp_
     for line in lines[30:]:
         line["run/seconds"] -= 290.0  # resumed
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = Evidence.of(folder, now=1400.0)
+    run = RunEvidence.of(folder, now=1400.0)
     assert run.step_seconds == pytest.approx(10.0)
     assert run.engine_seconds == pytest.approx(5.0)
 
@@ -154,7 +154,7 @@ def test_a_replaced_generator_and_a_resumed_run_do_not_count_as_work_undone(tmp_
 def test_a_folder_that_is_no_run_gets_one_clear_error(tmp_path: Path, make, words: str, capsys):
     make(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        Evidence.of(tmp_path)
+        RunEvidence.of(tmp_path)
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
     assert words in capsys.readouterr().err
