@@ -147,7 +147,7 @@ def _engine(runs: Sequence[RunRecords]) -> tuple[EngineTimes, float]:
     fit = _fit(np.array(columns), np.array(seconds), np.array(shares))
     per_step, per_token, per_request = fit.weights
     settings = runs[0].run.generator
-    points = [number for number in POINTS if number < settings.max_running] + [settings.max_running]
+    points = [number for number in POINTS if number < settings.most_running] + [settings.most_running]
     engine = EngineTimes(
         tp=settings.tp,
         ep=settings.ep,
