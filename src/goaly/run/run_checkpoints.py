@@ -84,6 +84,25 @@ class RunCheckpoints:
                 assert self._writing is not None
                 await asyncio.shield(self._writing)
 
+    async def replace(self, step: int) -> None:
+        """Take the checkpoint of this step again, because the state has changed without a step; return when it is on
+        disk, or when writing it has failed."""
+        async with self._one_at_a_time:
+            if self._writing is not None:
+                await asyncio.shield(self._writing)
+            await self._take(step)
+            assert self._writing is not None
+            await asyncio.shield(self._writing)
+
+    async def beside(self, stage: Callable[[], Awaitable[int]], write: Callable[[], Awaitable[None]]) -> int:
+        """Copy state by `stage` and write it by `write`, where no checkpoint uses the copy; the answer of `stage`."""
+        async with self._one_at_a_time:
+            if self._writing is not None:
+                await asyncio.shield(self._writing)
+            staged = await stage()
+            await write()
+            return staged
+
     async def _take(self, step: int) -> None:
         staged = await asyncio.gather(*(stage.stage() for stage in self._stages.values()))
         for name, at in zip(self._stages, staged, strict=True):

@@ -141,6 +141,8 @@ class TrainerStage(TrainedStage[PolicyTrainer]):
         self._in_step = False
         self._between_steps = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
+        self._published = 0
+        self._news = asyncio.Event()
         self.start_version = 0
 
     def expect(self, digests: Mapping[int, str]) -> None:
@@ -183,9 +185,34 @@ class TrainerStage(TrainedStage[PolicyTrainer]):
         self._compare(version, digest)
         self._expected = {version: digest, **{newer: one for newer, one in self._expected.items() if newer > version}}
         self._record(Published(version=version, digest=digest))
+        self._published = version
+        self._news.set()
+        self._news = asyncio.Event()
         if self._saving is not None:
             await asyncio.shield(self._saving)  # run-1; unblocked by the trainer's answer or death
         return version
+
+    async def published_above(self, version: int) -> int:
+        """Wait until a version above this one is published; the newest."""
+        while self._published <= version:
+            await self._news.wait()  # unblocked by `publish`
+        return self._published
+
+    async def stage_policy(self, folder: Path) -> int:
+        """Write the policy between two steps as a Hugging Face folder, and copy the whole state aside for `write`; its
+        version."""
+        async with self._between_steps:
+            if self._in_step:
+                raise RunFailed(f"the step after policy version {self.policy_version} has failed")
+            await self.save(folder)
+            await self.stage()
+            return self.policy_version
+
+    async def go_back(self, folder: Path) -> int:
+        """Take parameters and optimizer state that `write` has written to this folder; the present version, which
+        stays: the next step makes the first version after the return."""
+        async with self._between_steps:
+            return await self._ask("go_back", lambda ranks: ranks.go_back.stream(folder.absolute()))
 
     async def digest(self) -> str:
         """The digest of the current parameters."""

@@ -57,6 +57,13 @@ class RankThread(Generic[EngineT]):
 
             await self.run(lambda: load_state(self.engine, checkpoint), "load")
 
+    async def go_back(self, checkpoint: Path) -> None:
+        """Load the state in this folder, of an earlier version. The number of steps done stays as it is."""
+        from goaly.train.saved_state import load_state
+
+        steps_done = self.engine.steps_done
+        await self.run(lambda: load_state(self.engine, checkpoint, steps_done=steps_done), "go_back")
+
     async def run(self, call: Callable[[], T], span: str, **about: int) -> T:
         """Run `call` on the thread, as a span of this name."""
 

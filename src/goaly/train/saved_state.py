@@ -85,8 +85,9 @@ class StagedState:
         assert len(set(versions)) == 1, f"the ranks staged different versions: {versions}"
 
 
-def load_state(engine: ModelEngine, folder: Path) -> None:
-    """Continue from the state in this folder; every rank must call it."""
+def load_state(engine: ModelEngine, folder: Path, *, steps_done: int | None = None) -> None:
+    """Continue from the state in this folder, as if it were that after `steps_done` steps; None: those of the state.
+    Every rank must call it."""
     (folder / ".metadata").stat()  # or it would be reported as an assertion
     state = engine.state_dict()
     names = set(state)
@@ -101,6 +102,8 @@ def load_state(engine: ModelEngine, folder: Path) -> None:
             planner=_LoadPlanner(names),
             no_dist=not several_ranks(),
         )
+    if steps_done is not None:
+        state["steps_done"].fill_(steps_done)
     engine.load_state_dict(state)
 
 

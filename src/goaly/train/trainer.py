@@ -136,6 +136,16 @@ class PolicyTrainer(ModelActor):
             await self._thread.run(lambda: engine.save_hf(folder), "save")
 
     @concurrent_endpoint
+    async def go_back(self, checkpoint: str | Path) -> int:
+        """Take the parameters and the optimizer's state in this folder, of an earlier version; the present version.
+
+        The version stays, and is not published again: the next step makes the first version after the return."""
+        async with self._parameters_at_rest:
+            await self._thread.go_back(Path(checkpoint))
+            self._published = self._thread.engine.policy_version
+            return self._published
+
+    @concurrent_endpoint
     async def close(self) -> None:
         """Free the publisher's memory and stop the engine's thread."""
         publisher, self._publisher = self._publisher, None

@@ -239,3 +239,38 @@ async def test_cancelled_at_any_await_a_checkpoint_is_whole_or_not_there(tmp_pat
         newest = Checkpoints(tmp_path / str(ticks)).newest()
         assert newest is None or content(newest.folder / "critic" / "state") == "1"
         await Setup(tmp_path / str(ticks), every=1).steps(2)
+
+
+async def test_a_checkpoint_of_the_same_step_is_taken_again_after_the_state_has_changed(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, every=1)
+    await setup.steps(1)
+    await setup.written()
+    for model in setup.models.values():
+        model.staged = -1
+    await setup.checkpoints.replace(1)
+    assert names(tmp_path) == ["000001"]
+    assert content(tmp_path / "000001" / "trainer" / "state") == "1"
+    assert len(setup.tasks) == 2
+    await setup.checkpoints.finish(1)
+    assert len(setup.tasks) == 2
+
+
+async def test_state_that_is_written_beside_the_checkpoints_waits_for_theirs(tmp_path: Path) -> None:
+    setup, order = Setup(tmp_path, every=1), []
+    setup.models["trainer"].may_write.clear()
+    await setup.steps(1)
+
+    async def stage() -> int:
+        order.append("stage")
+        return 1
+
+    async def write() -> None:
+        order.append("write")
+
+    beside = asyncio.create_task(setup.checkpoints.beside(stage, write))
+    await asyncio.wait([beside], timeout=0.05)
+    assert order == []
+    setup.models["trainer"].may_write.set()
+    assert await beside == 1
+    assert order == ["stage", "write"]
+    assert await setup.written() == ["000001"]

@@ -357,3 +357,20 @@ def test_ranks_that_staged_different_versions_write_nothing(results: tuple[Model
 def test_every_rank_gets_the_error_of_the_one_whose_disk_is_full(results: tuple[ModelEngine, Path]):
     for rank in range(2):
         assert (results[1] / f"full.{rank}").read_text() == f"{ENOSPC} {results[1] / 'full' / '__1_0.distcp'}"
+
+
+def test_a_state_can_be_loaded_as_that_of_a_later_step_with_the_learning_rate_of_that_step(
+    folder: Path, tmp_path: Path
+):
+    made = policy(folder)
+    step(made)
+    earlier = whole(made)
+    state = saved(made, tmp_path / "state")
+    for _ in range(2):
+        rate = step(made)["lr"]
+    load_state(made, state, steps_done=made.steps_done)
+    found = whole(made)
+    assert int(found.pop("steps_done")) == 3
+    assert int(earlier.pop("steps_done")) == 1
+    assert same(found, earlier)
+    assert step(made)["lr"] != rate
