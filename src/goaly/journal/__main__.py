@@ -3,12 +3,14 @@
     python -m goaly.journal list RUN [--step N] [--prompt TEXT] [--state STATE] [--sort KEY] [--limit N] [--html FILE]
     python -m goaly.journal show RUN [--episode ID] [--tokens] [--patch] [--html FILE]
     python -m goaly.journal export RUN [--tokens]
+    python -m goaly.journal versions RUN [--version N]
 
 `list` has a line for each episode: what became of it and why, the step that trained it, its reward and advantage, and
 the policy versions of its tokens. `show` has one of them turn by turn, as the policy saw it; with `--tokens` a line for
 each token, with `--patch` only the change of files that a coding agent made. An ID is TICKET.SAMPLE; TICKET alone is
 all samples of a prompt. `--html` writes the same episodes as one page that needs nothing else. `export` writes all
-trajectories to RUN/rollouts.jsonl.
+trajectories to RUN/rollouts.jsonl. `versions` names the versions that a live run has served, and the number of
+conversations that each was trained on; with `--version` these conversations.
 """
 
 import argparse
@@ -37,7 +39,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m goaly.journal", description=head, epilog=rest.rpartition("\n\n")[2], allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|export|versions")
     run = argparse.ArgumentParser(add_help=False)
     run.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     page = argparse.ArgumentParser(add_help=False)
@@ -59,6 +61,8 @@ def arguments() -> argparse.ArgumentParser:
     one.add_argument("--patch", action="store_true", help="only the change of files, in the form of git diff")
     written = commands.add_parser("export", parents=[run], help="all trajectories to RUN/rollouts.jsonl")
     written.add_argument("--tokens", action="store_true", help="also token ids and log-probs")
+    served = commands.add_parser("versions", parents=[run], help="the served versions of a live run")
+    served.add_argument("--version", type=int, metavar="N", help="the conversations that version N was trained on")
     return parser
 
 
@@ -207,7 +211,21 @@ def _export(line: argparse.Namespace, run: "RunFolder") -> str:
     return export(run, tokens=line.tokens)
 
 
-COMMANDS = {"list": _list, "show": _show, "export": _export}
+def _versions(line: argparse.Namespace, run: "RunFolder") -> str:
+    from goaly.journal.attribution import Attribution
+
+    found = Attribution(run.path)
+    if line.version is None:
+        rows = [f"version {one}: {len(found.seen_by(one))} conversations\n" for one in found.served]
+        return "".join(rows) or "the run has no gate, so it serves every version\n"
+    rows = [
+        f"{one.session}  key {one.key}  user {one.user or '-'}  steps {', '.join(map(str, sorted(one.versions)))}\n"
+        for one in found.seen_by(line.version)
+    ]
+    return "".join(rows) or f"version {line.version} was trained on no conversation\n"
+
+
+COMMANDS = {"list": _list, "show": _show, "export": _export, "versions": _versions}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
