@@ -149,8 +149,12 @@ async def test_a_version_that_was_made_worse_is_not_served(tiny_model_folder: Pa
     parser = AnswerParser(chat, ChatSettings())
     questions = CanaryQuestions(routers, chat, parser, verify, sampling=SHORT, max_context=64, seconds=60)
     on_trial: list[int | None] = []
+
+    async def present_store() -> WeightStore:
+        return store
+
     versions = GatedVersions(
-        lambda: store,
+        present_store,
         trainer,
         lambda arm: [replicas[arm]],
         tmp_path / "gate",
@@ -161,7 +165,9 @@ async def test_a_version_that_was_made_worse_is_not_served(tiny_model_folder: Pa
     )
     log = GateLog(file)
     promotion = Promotion(SETTINGS, log.write)
-    gate = asyncio.create_task(Gate(promotion, SETTINGS, versions, PROBLEMS, questions).run())
+    loop = Gate(promotion, SETTINGS, versions, PROBLEMS, questions)
+    await loop.open()
+    gate = asyncio.create_task(loop.run())
 
     async def step(sign: float) -> None:
         """Train one version on answers of the served one."""

@@ -93,6 +93,11 @@ class GeneratorService:
             for replica in self._replicas:
                 keepers.create_task(self._keep(replica), name=f"keep {replica.name}")
 
+    @property
+    def serving(self) -> Mapping[str, Generator]:
+        """The replicas that serve, by name: their ranks that take requests."""
+        return self._first_ranks()
+
     async def stats(self) -> list[GeneratorStats]:
         """The counts of the replicas that answer."""
         answers = [_unless_dead(handle.stats.call_one()) for handle in self._first_ranks().values()]

@@ -94,12 +94,15 @@ class Gate:
         self._judged = judged
         self._asked = asyncio.Semaphore(settings.concurrent)
 
-    async def run(self, first: int = 0) -> None:
-        """Decide on one candidate after the other, until cancelled or stopped. `first` is served before any test."""
+    async def open(self, first: int = 0) -> None:
+        """Serve the version that was promoted last, or `first` before any test; before training begins or goes on."""
+        if not self.promotion.is_open:
+            self.promotion.open(first)
+        await self._policy.serve(self.promotion.served)  # the gate may have ended before a promotion took effect
+
+    async def run(self) -> None:
+        """Decide on one candidate after the other, until cancelled or stopped."""
         gate = self.promotion
-        if not gate.is_open:
-            gate.open(first)
-        await self._policy.serve(gate.served)  # also if the gate ended between a promotion's record and its effect
         if gate.needs_baseline:
             gate.set_baseline(await self._baseline(gate.served))
         if gate.trial is not None and not await self._policy.resume(gate.trial.candidate):

@@ -61,7 +61,7 @@ class GatedVersions:
 
     def __init__(
         self,
-        store: "Callable[[], WeightStore]",
+        store: "Callable[[], Awaitable[WeightStore]]",
         trainer: GatedTrainer,
         replicas: "Callable[[Arm], Iterable[Generator]]",
         folder: Path,
@@ -133,7 +133,7 @@ class GatedVersions:
 
     async def _point(self, arm: Arm, version: int) -> bool:
         """Point the arm's track to this version, and wait for its replicas; False if the store does not have it."""
-        store = self._store()
+        store = await self._store()
         if version not in (await store.state.call_one()).versions or not await store.point.call_one(arm.value, version):
             return False
         await asyncio.gather(*(_decodes(replica, version) for replica in self._replicas(arm)))

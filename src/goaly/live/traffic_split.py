@@ -24,6 +24,12 @@ class Arm(StrEnum):
     """The version that is on trial."""
 
 
+def arm_of_replica(name: str, replicas: int) -> Arm:
+    """The arm of a generator replica with this name, of so many: the last one is the candidate's, also where
+    `generator-1-2` has taken the place of `generator-1`."""
+    return Arm.CANDIDATE if int(name.split("-")[1]) == replicas - 1 else Arm.SERVED
+
+
 class TrafficSplit:
     """Samples for each conversation from the replicas of one arm; a `TokenSampler`."""
 

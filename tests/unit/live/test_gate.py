@@ -11,7 +11,7 @@ from goaly.live.gate import Gate
 from goaly.live.gate_records import Chosen, ComparedPair, Decided, GateLog, JudgedAnswer, RolledBack, gate_records
 from goaly.live.gate_settings import GateSettings
 from goaly.live.promotion import Promotion
-from goaly.live.traffic_split import Arm, TrafficSplit
+from goaly.live.traffic_split import Arm, TrafficSplit, arm_of_replica
 from goaly.live.trial import SHADOW
 from goaly.prompts.prompt import Message, Prompt
 
@@ -74,7 +74,9 @@ async def run(policy: Trained, file: Path, settings: GateSettings = SETTINGS, **
     """The records of the gate once no further version comes."""
     log = GateLog(file)
     promotion = Promotion(settings, log.write, earlier=list(gate_records(file)), **options)
-    running = asyncio.ensure_future(Gate(promotion, settings, policy, PROBLEMS, policy).run())
+    gate = Gate(promotion, settings, policy, PROBLEMS, policy)
+    await gate.open()
+    running = asyncio.ensure_future(gate.run())
     ended = asyncio.ensure_future(policy.ended.wait())
     await asyncio.wait([running, ended], timeout=60, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
@@ -153,6 +155,7 @@ async def test_recorded_prompts_of_users_are_compared_by_the_judge(tmp_path: Pat
     policy, file = Trained({0: 0.5, 1: 0.95}), tmp_path / "gate.jsonl"
     log = GateLog(file)
     gate = Gate(Promotion(settings, log.write), settings, policy, PROBLEMS, policy, Prompts(), policy)
+    await gate.open()
     running = asyncio.ensure_future(gate.run())
     await asyncio.wait_for(policy.ended.wait(), 60)
     running.cancel()
@@ -200,3 +203,12 @@ async def test_a_request_goes_to_the_arm_of_its_conversation():
     await split.generate("three", [], None, session="a")
     await split.generate("four", [], None)
     assert (served.asked, candidate.asked) == (["one", "three", "four"], ["two"])
+
+
+def test_the_last_replica_and_those_in_its_place_are_the_candidates():
+    assert [arm_of_replica(name, 3) for name in ("generator-0", "generator-1-4", "generator-2", "generator-2-1")] == [
+        Arm.SERVED,
+        Arm.SERVED,
+        Arm.CANDIDATE,
+        Arm.CANDIDATE,
+    ]
