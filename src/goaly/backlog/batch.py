@@ -82,8 +82,11 @@ class Batch:
         }
 
 
-def check_group(group: Group, settings: BacklogSettings, min_version: int) -> None:
-    """Raise a SchemaError unless a batch can have the group and its trained tokens are of this version or newer."""
+def check_group(
+    group: Group, settings: BacklogSettings, min_version: int, same_weights: Mapping[int, int] | None = None
+) -> None:
+    """Raise a SchemaError unless a batch can have the group and its trained tokens are of this version or newer. Those
+    of a key of `same_weights` count as those of its value."""
     episodes = {sample.sample_index for sample in group.samples}
     if len(episodes) + group.left != settings.group_size:
         left = f" and {group.left} that left it" if group.left else ""
@@ -97,10 +100,11 @@ def check_group(group: Group, settings: BacklogSettings, min_version: int) -> No
         where = f"trajectory {sample.prompt_id}/{sample.sample_index}"
         check_tokens(sample.tokens, where=where)
         versions = _versions(sample)
-        if len(versions) and int(versions.min()) < min_version:
+        same = same_weights or {}
+        old = [version for version in set(versions.tolist()) if same.get(version, version) < min_version]
+        if old:
             raise SchemaError(
-                f"{where}: a token of policy version {int(versions.min())}, "
-                f"ticket {group.ticket} allows {min_version} and newer"
+                f"{where}: a token of policy version {min(old)}, ticket {group.ticket} allows {min_version} and newer"
             )
         if len(sample) > settings.row_length:
             raise SchemaError(f"{where}: {len(sample)} tokens don't fit into backlog.row_length={settings.row_length}")

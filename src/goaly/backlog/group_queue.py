@@ -84,6 +84,7 @@ class GroupQueue:
         self._shares = SourceShares()
         self._signal_error: RunFailed | None = None
         self._min_versions: dict[int, int] = {}
+        self._same_weights: dict[int, int] = {}
         self._groups: dict[int, Group] = {}
         self._waits = QueueWaits()
         self._batches: dict[int, Batch] = {}
@@ -110,6 +111,11 @@ class GroupQueue:
             return None
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
+    def went_back(self, served: int, newest: int) -> None:
+        """The trainer, at version `newest`, has the weights of version `served` again: tokens of that count as its own
+        from now on, so that the staleness bound is about weights. A restarted queue must hear it again."""
+        self._same_weights = {served: newest}
+
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one.
 
@@ -122,7 +128,7 @@ class GroupQueue:
             logger.info("ticket %d is already %s; not %s", end.ticket, state, how)
             return False
         if isinstance(end, Group):
-            check_group(end, self._settings, self._min_versions[end.ticket])
+            check_group(end, self._settings, self._min_versions[end.ticket], self._same_weights)
             if self._closed:
                 self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)
                 return False

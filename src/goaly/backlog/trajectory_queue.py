@@ -69,6 +69,7 @@ class TrajectoryQueue(Actor):
     next_batch = _waiting(GroupQueue.next_batch)
     wait = _immediate(GroupQueue.wait)
     report = _immediate(GroupQueue.report)
+    went_back = _immediate(GroupQueue.went_back)
     rows = _immediate(GroupQueue.rows)
     annotate = _immediate(GroupQueue.annotate)
     trained = _immediate(GroupQueue.trained)

@@ -277,6 +277,16 @@ async def test_a_group_of_weights_older_than_its_ticket_allows_is_refused():
         queue.report(group(ticket.index, version=0))
 
 
+async def test_tokens_of_the_version_that_a_trainer_went_back_to_count_as_its_own():
+    queue = backlog()
+    for _ in range(2):
+        await complete(queue)
+    await train_one(queue)
+    queue.went_back(served=0, newest=1)
+    ticket = await queue.admit()
+    assert queue.report(group(ticket.index, version=0))
+
+
 async def test_the_first_group_of_a_ticket_counts_and_another_one_changes_nothing():
     queue = backlog()
     await queue.admit()
