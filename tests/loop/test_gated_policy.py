@@ -9,7 +9,6 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from goaly.journal.settings import CheckpointSettings
 from monarch.actor import Actor, concurrent_endpoint
 from spawned import spawn
 
@@ -20,6 +19,7 @@ from goaly.generate.request import Sample, Sampling
 from goaly.generate.router import Router
 from goaly.generate.settings import GeneratorSettings
 from goaly.journal.checkpoint_folder import Checkpoints
+from goaly.journal.checkpoint_settings import CheckpointSettings
 from goaly.live.canary_questions import CanaryQuestions
 from goaly.live.decision import Decision
 from goaly.live.gate import Gate
