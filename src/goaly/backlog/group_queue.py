@@ -112,8 +112,7 @@ class GroupQueue:
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
     def went_back(self, served: int, newest: int) -> None:
-        """The trainer, at version `newest`, has the weights of version `served` again: tokens of that count as its own
-        from now on, so that the staleness bound is about weights. A restarted queue must hear it again."""
+        """Tokens of version `served` count as those of the trainer's, `newest`, which has its weights again."""
         self._same_weights = {served: newest}
 
     def report(self, end: Group | Dropped) -> bool:
