@@ -84,7 +84,7 @@ class GroupQueue:
         self._shares = SourceShares()
         self._signal_error: RunFailed | None = None
         self._min_versions: dict[int, int] = {}
-        self._same_weights: dict[int, int] = {}
+        self.same_weights: dict[int, int] = {}  # as in `check_group`
         self._groups: dict[int, Group] = {}
         self._waits = QueueWaits()
         self._batches: dict[int, Batch] = {}
@@ -111,10 +111,6 @@ class GroupQueue:
             return None
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
-    def went_back(self, served: int, newest: int) -> None:
-        """Tokens of version `served` count as those of the trainer's, `newest`, which has its weights again."""
-        self._same_weights = {served: newest}
-
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one.
 
@@ -127,7 +123,7 @@ class GroupQueue:
             logger.info("ticket %d is already %s; not %s", end.ticket, state, how)
             return False
         if isinstance(end, Group):
-            check_group(end, self._settings, self._min_versions[end.ticket], self._same_weights)
+            check_group(end, self._settings, self._min_versions[end.ticket], self.same_weights)
             if self._closed:
                 self._ledger.move(end.ticket, State.REJECTED, RUN_ENDED)
                 return False

@@ -69,7 +69,6 @@ class TrajectoryQueue(Actor):
     next_batch = _waiting(GroupQueue.next_batch)
     wait = _immediate(GroupQueue.wait)
     report = _immediate(GroupQueue.report)
-    went_back = _immediate(GroupQueue.went_back)
     rows = _immediate(GroupQueue.rows)
     annotate = _immediate(GroupQueue.annotate)
     trained = _immediate(GroupQueue.trained)
@@ -79,6 +78,12 @@ class TrajectoryQueue(Actor):
     reasons = _immediate(GroupQueue.reasons)
     close = _immediate(GroupQueue.close)
     settle = _immediate(GroupQueue.settle)
+
+    @concurrent_endpoint
+    async def went_back(self, served: int, newest: int) -> None:
+        """Tokens of version `served` count as those of the trainer's, `newest`, which has its weights again. A queue
+        that replaces this one must hear it, too."""
+        self.queue.same_weights = {served: newest}
 
     def _record(self, event: Event) -> None:
         """Gets each event of the queue before any caller does."""

@@ -282,7 +282,7 @@ async def test_tokens_of_the_version_that_a_trainer_went_back_to_count_as_its_ow
     for _ in range(2):
         await complete(queue)
     await train_one(queue)
-    queue.went_back(served=0, newest=1)
+    queue.same_weights = {0: 1}
     ticket = await queue.admit()
     assert queue.report(group(ticket.index, version=0))
 
