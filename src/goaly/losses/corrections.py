@@ -20,7 +20,7 @@ the denominator.
 import torch
 
 from goaly.losses.kl import binary_divergence, divergence
-from goaly.losses.settings import Importance, Proximal, Rejection
+from goaly.losses.settings import Importance, Proximal, Rejection, Sign
 from goaly.losses.tokens import sequence_mean, sequence_sum
 
 
@@ -47,13 +47,14 @@ def importance_weights(
     sampler_P: torch.Tensor,
     documents_P: torch.Tensor,
     level: Importance,
-    cap: float | None,
-    floor: float | None = None,
+    cap: float | torch.Tensor | None,
+    floor: float | torch.Tensor | None = None,
     form_P: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights proximal / sampler, clipped to `floor` and `cap`, and a mask of the clipped ones.
 
-    By `level`: each token's own weight, the product over its sequence, or the geometric mean over it.
+    By `level`: each token's own weight, the product over its sequence, or the geometric mean over it. The bounds are
+    numbers, or a tensor with those of each token.
     """
     log_weight_P = proximal_P - sampler_P
     if level != "token":
@@ -62,6 +63,16 @@ def importance_weights(
     bounded_P = weight_P if cap is None else weight_P.clamp(max=cap)
     bounded_P = bounded_P if floor is None else bounded_P.clamp(min=floor)
     return bounded_P, bounded_P != weight_P
+
+
+def bound_by_sign(
+    bound: float | None, own: float | None, signed_P: torch.Tensor, *, otherwise: float
+) -> float | torch.Tensor | None:
+    """`bound` for all tokens, and where `signed_P` holds `own` in its place if that is set; `otherwise` is no bound."""
+    if own is None:
+        return bound
+    general_P = torch.full(signed_P.shape, otherwise if bound is None else bound, device=signed_P.device)
+    return torch.where(signed_P, own, general_P)
 
 
 def rejected(
@@ -99,6 +110,13 @@ def _measured(rule: Rejection, policy_P: torch.Tensor, sampler_P: torch.Tensor) 
         there_P, back_P = binary_divergence("kl", sampler_P, policy_P), binary_divergence("kl", policy_P, sampler_P)
         return torch.maximum(there_P, back_P)
     return divergence(rule.measure, sampler_P, policy_P)
+
+
+def has_sign(advantages_P: torch.Tensor, sign: Sign) -> torch.Tensor:
+    """The mask of tokens whose advantage has this sign."""
+    if sign == "any":
+        return torch.ones_like(advantages_P, dtype=torch.bool)
+    return advantages_P < 0 if sign == "negative" else advantages_P > 0
 
 
 def too_old(ages_P: torch.Tensor, max_age: int) -> torch.Tensor:

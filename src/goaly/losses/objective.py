@@ -27,13 +27,14 @@ Invariants
     losses-2: A masked token has no gradient and adds nothing to the loss, in no term and in no sequence's ratio.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from goaly.base.errors import SchemaError
-from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
+from goaly.losses.corrections import bound_by_sign, has_sign, importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import divergence, k3
 from goaly.losses.policy_losses import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
@@ -123,13 +124,15 @@ class PolicyObjective:
         """The loss times its importance weight, plus the KL and entropy terms; and their metrics."""
         settings, mean = self._settings, {}
         if settings.proximal != "sampler":  # else the weight is 1
+            raised_P, lowered_P = (has_sign(tokens.advantages_P, sign) for sign in ("positive", "negative"))
+            cap, floor = settings.importance_cap, settings.importance_floor
             weight_P, cut_P = importance_weights(
                 tokens.proximal_logprobs_P,
                 tokens.sampler_logprobs_P,
                 tokens.documents_P,
                 settings.importance,
-                settings.importance_cap,
-                settings.importance_floor,
+                bound_by_sign(cap, settings.importance_cap_negative, lowered_P, otherwise=math.inf),
+                bound_by_sign(floor, settings.importance_floor_positive, raised_P, otherwise=0.0),
                 tokens.form_weights_P,
             )
             weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
@@ -193,6 +196,7 @@ class PolicyObjective:
                 tokens.documents_P,
                 tokens.form_weights_P,
             )
+            & has_sign(tokens.advantages_P, rule.advantage)
             for rule in self._settings.rejections
         }
         if self._settings.max_age is not None:

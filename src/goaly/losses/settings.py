@@ -8,6 +8,7 @@ from goaly.base.config.settings import NonNegativeFloat, NonNegativeInt, Positiv
 
 Importance = Literal["token", "sequence", "geometric"]
 Proximal = Literal["sampler", "trainer", "interpolated"]
+Sign = Literal["any", "negative", "positive"]
 
 
 class Rejection(Settings):
@@ -22,6 +23,9 @@ class Rejection(Settings):
     policy: Literal["proximal", "current"] = "proximal"
     """The policy that is compared with the sampler. `proximal`, as in the papers: a batch's own optimizer steps reject
     nothing. `current`: the policy that is trained."""
+    advantage: Sign = "any"
+    """The sign of the advantage of the tokens that the rule may reject. `negative` with `low` rejects a token that is
+    pushed further down, and keeps a right one that has become unlikely: only that one can bring it back."""
     low: float | None = None
     """Reject a measure below this; null is no bound."""
     high: float | None = None
@@ -30,7 +34,8 @@ class Rejection(Settings):
     @property
     def name(self) -> str:
         """Its name in metrics."""
-        return f"{self.measure}_{self.level}" + ("_current" if self.policy == "current" else "")
+        policy = "_current" if self.policy == "current" else ""
+        return f"{self.measure}_{self.level}{policy}" + ("" if self.advantage == "any" else f"_{self.advantage}")
 
     def _problems(self, at: Section) -> Iterator[str]:
         bounds = {name: bound for name in ("low", "high") if (bound := getattr(self, name)) is not None}
@@ -69,6 +74,12 @@ class LossSettings(Settings):
     importance_floor: PositiveFloat | None = None
     """Lower bound of the importance weight; null is no bound. Set it to keep some weight on tokens that have become
     unlikely."""
+    importance_floor_positive: PositiveFloat | None = None
+    """Lower bound of the importance weight where the advantage is positive; null is `importance_floor`. At 1 a right
+    answer that the policy is about to lose teaches at full strength, whatever its age."""
+    importance_cap_negative: PositiveFloat | None = None
+    """Upper bound of the importance weight where the advantage is negative; null is `importance_cap`. At 1 no token is
+    pushed down harder than fresh data would push it."""
     rejections: tuple[Rejection, ...] = ()
     """Rules that leave tokens out, each with these keys:"""
     max_age: NonNegativeInt | None = None
@@ -103,9 +114,15 @@ class LossSettings(Settings):
         floor, cap = self.importance_floor, self.importance_cap
         if floor is not None and cap is not None and floor >= cap:
             yield f"{at.importance_floor}: must be below {at.importance_cap}"
+        positive, negative = self.importance_floor_positive, self.importance_cap_negative
+        if positive is not None and cap is not None and positive > cap:
+            yield f"{at.importance_floor_positive}: must be at most {at.importance_cap}"
+        if negative is not None and floor is not None and negative < floor:
+            yield f"{at.importance_cap_negative}: must be at least {at.importance_floor}"
         if self.proximal == "sampler":
             why = f"with {at.proximal} the weight is 1"
-            yield from at.idle(why, "importance", "importance_cap", "importance_floor")
+            names = ("importance", "importance_cap", "importance_floor")
+            yield from at.idle(why, *names, "importance_floor_positive", "importance_cap_negative")
         yield from self._rejection_problems(at)
         if self.denominator == "after" and not self.rejections and self.max_age is None and not self.mask_truncated:
             yield f"{at.denominator}: has no effect, nothing is left out"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from goaly.losses.corrections import importance_weights, proximal_logprobs, rejected, too_old
+from goaly.losses.corrections import bound_by_sign, has_sign, importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import K3_BOUND, binary_divergence, divergence, k1, k2, k3
 from goaly.losses.settings import Rejection
 from tests.unit.losses.tokens_by_hand import documents
@@ -126,6 +126,23 @@ def test_a_weight_at_its_bound_is_not_cut():
         weights, cut = importance_weights(same, same, documents([2]), "token", cap, floor)
         assert weights.tolist() == [1.0, 1.0]
         assert not cut.any()
+
+
+def test_a_bound_for_one_sign_leaves_the_other_sign_and_an_advantage_of_0_to_the_general_bound():
+    proximal, sampler = logs(0.1, 0.1, 0.1, 0.9, 0.9), torch.full((5,), math.log(0.2))  # ratios 0.5 and 4.5
+    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])
+    floor = bound_by_sign(None, 1.0, has_sign(advantages, "positive"), otherwise=0.0)
+    cap = bound_by_sign(4.0, 1.5, has_sign(advantages, "negative"), otherwise=math.inf)
+    weights, cut = importance_weights(proximal, sampler, documents([5]), "token", cap, floor)
+    close(weights, torch.tensor([1.0, 0.5, 0.5, 4.0, 1.5]))
+    assert cut.tolist() == [True, False, False, True, True]
+
+
+def test_without_a_bound_for_one_sign_the_general_bound_is_unchanged():
+    mask = torch.tensor([True, False])
+    assert bound_by_sign(2.0, None, mask, otherwise=math.inf) == 2.0
+    assert bound_by_sign(None, None, mask, otherwise=math.inf) is None
+    assert has_sign(torch.tensor([-1.0, 0.0, 1.0]), "any").all()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_sum", "veto"])

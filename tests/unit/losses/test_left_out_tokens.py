@@ -142,3 +142,33 @@ def test_a_sequence_counted_after_rejection_is_as_long_as_what_is_kept_of_it():
     part, gradient = objective(settings, [1.0, 4.0, 1.0], columns([3], [1.0, 1.0, 1.0]))
     close(gradient, torch.tensor([-1 / 2, 0.0, -1 / 2]))
     assert part.count == 1
+
+
+def test_a_rule_of_one_sign_leaves_out_what_is_pushed_further_down_and_keeps_what_is_on_its_way_back():
+    # current / sampler 0.4, 0.4 and 1: the right token and the wrong one have both become less than half as likely
+    batch = columns([1, 1, 1], [2.0, -2.0, -2.0])
+    gradients = {}
+    for sign in ("any", "negative", "positive"):
+        rule = Rejection(measure="ratio", level="token", low=0.5, policy="proximal", advantage=sign)
+        settings = LossSettings(name="reinforce", proximal="trainer", importance="sequence", rejections=(rule,))
+        part, gradient = objective(settings, [0.4, 0.4, 1.0], batch)
+        gradients[sign] = gradient.tolist()
+        assert rule.name == "ratio_token" + ("" if sign == "any" else f"_{sign}")
+        assert f"rejected_{rule.name}" in part.mean
+    assert gradients["any"] == pytest.approx([0.0, 0.0, 2.0])
+    assert gradients["negative"] == pytest.approx([-0.8, 0.0, 2.0])
+    assert gradients["positive"] == pytest.approx([0.0, 0.8, 2.0])
+
+
+def test_a_right_answer_that_has_become_unlikely_teaches_at_full_strength_with_a_floor_for_positive_advantages():
+    batch = columns([2, 2], [3.0, 3.0, -1.0, -1.0])  # answers of weights 0.16 and 4
+    bounds = {"importance_floor_positive": 1.0, "importance_cap_negative": 1.0}
+    settings = LossSettings(name="reinforce", proximal="trainer", importance="sequence", **bounds)
+    part, gradient = objective(settings, [0.4, 0.4, 2.0, 2.0], batch)
+    assert gradient.tolist() == pytest.approx([-3.0, -3.0, 1.0, 1.0])
+    assert part.mean["importance_truncated"].tolist() == [1.0, 1.0, 1.0, 1.0]
+    without, gradient = objective(
+        LossSettings(name="reinforce", proximal="trainer", importance="sequence"), [0.4, 0.4, 2.0, 2.0], batch
+    )
+    assert gradient.tolist() == pytest.approx([-0.48, -0.48, 2.0, 2.0])
+    assert without.mean["importance_truncated"].tolist() == [0.0, 0.0, 1.0, 1.0]

@@ -41,6 +41,18 @@ from tests.unit.losses.tokens_by_hand import ABOVE_3
             "importance_cap=inf: must be a finite number, or null",
         ),
         (
+            dict(importance_floor_positive=3.0, proximal="trainer"),
+            "importance_floor_positive=3.0: must be at most loss.importance_cap=2.0",
+        ),
+        (
+            dict(importance_cap_negative=0.1, importance_floor=0.5, proximal="trainer"),
+            "importance_cap_negative=0.1: must be at least loss.importance_floor=0.5",
+        ),
+        (
+            dict(importance_cap_negative=1.0),
+            "importance_cap_negative=1.0: has no effect, with loss.proximal=sampler the weight is 1",
+        ),
+        (
             dict(name="gspo", proximal="trainer"),
             "importance=token: must be sequence or geometric, because with loss.proximal=trainer the weight goes with "
             "the ratio, and the loss gspo has one ratio a sequence",
