@@ -72,8 +72,8 @@ class Chat:
         turn = self._said_before.popleft()
         if request.digests != turn.request.digests:
             raise EnvironmentFailed(
-                f"an episode that goes on said something else than before: {turn.request.messages[-1].key[:200]!r} was "
-                f"the last message, now it is {request.messages[-1].key[:200]!r}"
+                f"a resumed episode sent other messages than before: the last one was "
+                f"{turn.request.messages[-1].key[:200]!r}, now it is {request.messages[-1].key[:200]!r}"
             )
         answer = Message.of(turn.message)
         self._said.append((answer, turn))
@@ -92,7 +92,7 @@ class Chat:
         """Give a process reward to the turn that returned this message, and to its consequences."""
         turn = next((turn for said, turn in self._said if said is answer), None)
         if turn is None:
-            raise EpisodeError("a reward for a message that `say` has not returned")
+            raise EpisodeError("credited: must get a message that `say` returned")
         self.session.credit([turn], reward)
 
     def rewarded(self, reward: float) -> None:

@@ -85,7 +85,7 @@ class ChatElsewhere:
         """Give a process reward to the turn that returned this message."""
         ended = next((ended for said, ended in self._said if said is answer), None)
         if ended is None:
-            raise EpisodeError("a reward for a message that `say` has not returned")
+            raise EpisodeError("credited: must get a message that `say` returned")
         if ended in self._uncounted:
             self._uncounted.remove(ended)
             self._leaves[ended] += 1
@@ -116,7 +116,9 @@ class ChatElsewhere:
     def finish(self, reward: float | None = None) -> list[Trajectory]:
         """A trajectory with the mean reward of those that a session would have: one for each chat that none extends."""
         if reward is None and (reward := self._reward) is None:
-            raise EpisodeError(f"prompt {self._prompt_id}: no reward; an API elsewhere takes none from agents")
+            raise EpisodeError(
+                f"prompt {self._prompt_id}: no reward; give it to `finish` or `rewarded`, an API elsewhere takes none"
+            )
         total = reward_value(reward, self._prompt_id) + self._credits / max(1, self._leaves.total())
         columns = {
             "tokens": torch.zeros(1, dtype=torch.int64),

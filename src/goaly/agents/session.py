@@ -279,7 +279,7 @@ class Session:
         (agents-3). A leaf that trains nothing and has no reward of its own, such as a judge's, is left out, unless
         there is no other. All are truncated if the session is `exhausted`, or the time limit has ended it."""
         if reward is None and (reward := self.reward) is None:
-            raise EpisodeError(f"{self._where}: no reward, neither by its agent nor by its episode")
+            raise EpisodeError(f"{self._where}: no reward; its agent must send one, or its episode give one")
         return [
             trajectory_of(
                 leaf,

@@ -56,7 +56,7 @@ class AgentSettings(Settings):
             yield f"{at.function}: set either function, a coroutine function, or command, a program"
         elif self.command:
             if shutil.which(self.command[0]) is None:
-                yield f"{at.command}: there is no program {self.command[0]!r} that can be started"
+                yield f"{at.command}: must begin with a program in PATH, or its path; {self.command[0]!r} is none"
         elif why := self._why_not_called():
             yield (
                 f"{at.function}: {why}, must name an `async def` as package.module:function, either "

@@ -4,7 +4,7 @@ A request is placed in its session's tree where vLLM would render it, and answer
 message that vLLM's code returns is the one that the session has recorded, also in a stream (`answer_stream.py`).
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from goaly.agents.event_streams import Messages
 from goaly.agents.http_session import EXCHANGE, Ask
 from goaly.agents.refusals import as_refusal
 from goaly.agents.session import SessionBusy, SessionExhausted
-from goaly.agents.turn import Continuation, RecordedTurn
+from goaly.agents.turn import Continuation
 from goaly.generate.request import Finish
 from goaly.prompts.tokenizer import Room, beside
 
@@ -133,11 +133,13 @@ class _SessionRenderer(OnlineRenderer):
     ) -> Any:
         exchange = EXCHANGE.get()
         exchange.is_read = True
-        if prompt_embeds is not None or (isinstance(prompt_input, list) and not _are_tokens(prompt_input)):
+        is_text = isinstance(prompt_input, str)
+        is_tokens = bool(prompt_input) and all(type(token) is int for token in prompt_input or ())
+        if prompt_embeds is not None or not (is_text or is_tokens):
             raise refusal("prompt", "must be one text or one list of token ids")
         room = partial(exchange.http_session.check_room, exchange.call, parameter="prompt", trained=exchange.trained)
         extend = partial(exchange.http_session.session.extend_text, prompt_input, room)
-        continuation = await beside(prompt_input if isinstance(prompt_input, str) else "", extend)
+        continuation = await beside(prompt_input if is_text else "", extend)
         return [_asked(request, continuation, room, tools=(), plain=True)]
 
 
@@ -162,10 +164,6 @@ def _asked(request: Any, continuation: Continuation, room: Room, *, plain: bool 
 _OURS = ("add_generation_prompt", "continue_final_message", "documents", "tools", "tokenize", "chat_template")
 
 
-def _are_tokens(prompt: Sequence[Any]) -> bool:
-    return bool(prompt) and all(type(token) is int for token in prompt)
-
-
 class _RecordedParser(Parser):
     """Reads the recorded message where vLLM's code parses the text of an answer."""
 
@@ -179,7 +177,8 @@ class _RecordedParser(Parser):
     def parse(
         self, model_output: str, request: Any, enable_auto_tools: bool = False, model_output_token_ids: Any = ()
     ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
-        message = _read(model_output_token_ids).message
+        returned, tokens = EXCHANGE.get().returned, list(model_output_token_ids)
+        message = returned.pop(next(at for at, turn in enumerate(returned) if turn.tokens.tolist() == tokens)).message
         calls = [FunctionCall(id=call["id"], **call["function"]) for call in message.get("tool_calls") or ()]
         return message.get("reasoning_content"), message.get("content"), calls
 
@@ -193,13 +192,6 @@ class _RecordedParser(Parser):
         finished: bool,
     ) -> DeltaMessage | None:
         return EXCHANGE.get().delta
-
-
-def _read(tokens: Sequence[int]) -> RecordedTurn:
-    """The recorded turn with these tokens, once."""
-    returned = EXCHANGE.get().returned
-    at = next(number for number, turn in enumerate(returned) if turn.tokens.tolist() == list(tokens))
-    return returned.pop(at)
 
 
 def _deltas(piece: Piece) -> list[DeltaMessage | None]:

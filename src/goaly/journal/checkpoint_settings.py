@@ -15,8 +15,8 @@ class CheckpointSettings(Settings):
     """Keep the whole log, which grows by 17 bytes for each token. false: delete the part before the oldest checkpoint
     kept; `python -m goaly.replay` and `python -m goaly.journal` then begin there."""
     restarts: NonNegativeInt = 3
-    """Most times in a row, without a training step in between, that a role's dead processes are replaced, or that the
-    run resumes by itself if they cannot be. After that the run ends; `--resume` continues it. 0: the run ends at the
+    """Largest number of deaths in a row, without a training step in between, after which a role's processes are
+    replaced or the run resumes by itself. At the next one the run ends; `--resume` continues it. 0: the run ends at the
     first death of any process but a generator's."""
     grace_seconds: NonNegativeFloat = 30.0
     """Time that a run has after SIGTERM to finish its step and write a checkpoint; then it is stopped without one. Set

@@ -135,7 +135,7 @@ class LossSettings(Settings):
             key = f"{at}rejections.{number}"
             yield from rule.problems(f"{key}.")
             if rule.name in names[:number]:
-                yield f"{key}: {rule.measure} by {rule.level} is there already"
+                yield f"{key}: must differ from earlier rules, one of which is {rule.measure} by {rule.level}"
             if rule.policy == "proximal" and self.proximal == "sampler":
                 yield (
                     f"{key}.policy=proximal: has no effect, with {at.proximal} the proximal policy is the sampler "

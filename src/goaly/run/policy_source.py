@@ -97,7 +97,7 @@ class PolicySource:
         found = [folder / name for folder in folders for name in ("config.json", ADAPTER_CONFIG)]
         whole = [file for file in found if file.is_file() and not file.parent.name.startswith(".")]
         if not whole:
-            raise RunFailed(f"run={self._run_dir}: is not under way, and has saved no policy")
+            raise RunFailed(f"run={self._run_dir}: must be a run under way, or one that has saved a policy")
         newest = max(whole, key=lambda file: file.stat().st_mtime)
         if newest.name == ADAPTER_CONFIG:
             raise RunFailed(f"{no_model(newest.parent, f'run={self._run_dir}')}, which can be served as path=OUTPUT")

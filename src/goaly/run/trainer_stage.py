@@ -226,7 +226,7 @@ class TrainerStage(TrainedStage[PolicyTrainer]):
         """Write the policy of this version as a Hugging Face folder; RunFailed if a step has replaced it."""
         async with self._between_steps:
             if self._in_step or self.policy_version != policy_version:
-                raise RunFailed(f"the trainer has policy version {self.policy_version} or a part of the next one")
+                raise RunFailed(f"policy version {policy_version} is gone: the trainer is at {self.policy_version}")
             await self.save(folder)
 
     @property

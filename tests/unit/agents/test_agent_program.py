@@ -221,7 +221,7 @@ def test_a_run_names_its_agent_in_one_way_and_a_program_that_exists() -> None:
     both = AgentSettings(function="tests.loop.asking_agent:twice", command=("sh",))
     assert both.problems("agent.") == [f"agent.function=tests.loop.asking_agent:twice: {either}"]
     assert AgentSettings(command=("no-such-agent", "x")).problems("agent.") == [
-        "agent.command=[no-such-agent, x]: there is no program 'no-such-agent' that can be started"
+        "agent.command=[no-such-agent, x]: must begin with a program in PATH, or its path; 'no-such-agent' is none"
     ]
     assert AgentSettings(command=("sh",), keep_folders="kept").problems("agent.") == []
     kept = AgentSettings(function="tests.loop.asking_agent:twice", keep_folders="kept")

@@ -299,7 +299,7 @@ async def test_a_message_with_half_a_character_is_refused_by_name_and_the_chat_g
 
 async def test_limits_and_mistakes_are_told(chats: dict[str, ChatTokenizer]) -> None:
     chat, _ = chat_with(chats["chatml"], "one", limits=SessionSettings(turns=1))
-    with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):
+    with pytest.raises(EpisodeError, match="must get a message that `say` returned"):
         chat.credited(Message(role="assistant", content="one"), 1.0)
     await chat.say([user("a")])
     with pytest.raises(SessionExhausted):

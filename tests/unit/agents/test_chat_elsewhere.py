@@ -85,9 +85,9 @@ async def test_calls_reasoning_and_what_a_call_changes_are_sent_and_read() -> No
 
 async def test_what_an_api_elsewhere_cannot_do_is_told() -> None:
     chat, _ = elsewhere(lambda number: {"content": "x"})
-    with pytest.raises(EpisodeError, match="a reward for a message that `say` has not returned"):
+    with pytest.raises(EpisodeError, match="must get a message that `say` returned"):
         chat.credited(Message(role="assistant", content="x"), 1.0)
-    with pytest.raises(EpisodeError, match="q1: no reward; an API elsewhere takes none from agents"):
+    with pytest.raises(EpisodeError, match="q1: no reward; give it to `finish` or `rewarded`"):
         chat.finish()
     for part in (0.5, 0.25):
         chat.rewarded(part)

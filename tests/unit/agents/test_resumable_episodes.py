@@ -83,7 +83,7 @@ async def test_an_episode_that_says_something_else_than_before_fails(runs: Runs,
     over.set()
     end = await runs.group(works, files=SessionFiles(tmp_path))
     assert isinstance(end, Dropped)
-    assert "said something else than before" in end.why
+    assert "sent other messages than before" in end.why
     assert "now False" in end.why
 
 

@@ -65,7 +65,10 @@ from tests.unit.losses.tokens_by_hand import ABOVE_3
             dict(importance_cap=5.0),
             "importance_cap=5.0: has no effect, with loss.proximal=sampler the weight is 1",
         ),
-        (dict(rejections=(ABOVE_3, ABOVE_3)), "rejections.1: ratio by token is there already"),
+        (
+            dict(rejections=(ABOVE_3, ABOVE_3)),
+            "rejections.1: must differ from earlier rules, one of which is ratio by",
+        ),
         (
             dict(importance_floor=0.5),
             "importance_floor=0.5: has no effect, with loss.proximal=sampler the weight is 1",

@@ -25,7 +25,7 @@ def saved(folder: Path, name: str, at: int) -> None:
 
 
 def test_the_newest_whole_model_is_served(served: PolicySource, tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="is not under way, and has saved no policy"):
+    with pytest.raises(RunFailed, match="must be a run under way, or one that has saved a policy"):
         served.at_rest()
     saved(tmp_path / "policies" / "000010", "config.json", at=10)
     saved(tmp_path / "policies" / "000020", "config.json", at=20)

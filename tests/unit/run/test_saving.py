@@ -175,7 +175,7 @@ async def test_a_step_waits_for_the_save_of_the_version_before_it() -> None:
 async def test_a_version_that_the_trainer_no_longer_has_is_not_saved_as_that_version() -> None:
     ranks = Ranks()
     trainer = await trained(ranks, 2)
-    with pytest.raises(RunFailed, match="the trainer has policy version 2"):
+    with pytest.raises(RunFailed, match="is gone: the trainer is at 2"):
         await trainer.save_version(1, Path("policies/000001"))
     ranks.broken = True
     with pytest.raises(RunFailed, match="NaN"):
