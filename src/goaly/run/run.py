@@ -75,7 +75,6 @@ class Run:
         self.started = time.monotonic()
         self.metrics = MetricsWriter(run_dir, config.telemetry)
         self.progress = Progress(config.steps, config.telemetry)
-        self._conclusion: str | None = None
         self._stepped = time.monotonic()
         self._stop: Callable[[], object] | None = None
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -99,9 +98,7 @@ class Run:
 
     @property
     def conclusion(self) -> str:
-        """The run's last line: the script's own conclusion, else the evaluations' pass@1, else the policy version."""
-        if self._conclusion is not None:
-            return self._conclusion
+        """The run's last line: the evaluations' pass@1, else the policy version."""
         found = []
         for name in self.config.evaluation.named:
             if known := [f"{value:.2f}" for value in self.pass_at_1(name) if value is not None]:
@@ -258,10 +255,6 @@ class Run:
         """Show a line of text on the progress display and in the log."""
         logger.info(text)
         self.progress.note(text)
-
-    def conclude(self, text: str) -> None:
-        """Set the run's last line, in place of the evaluations' pass@1."""
-        self._conclusion = text
 
     def lost(self, actor: str, report: str) -> None:
         """Report the death of an actor that is not replaced: the run ends with an error that names it."""

@@ -154,14 +154,10 @@ async def test_prompts_that_are_too_long_and_episodes_that_fail_end_no_evaluatio
     ]
 
 
-async def test_the_last_line_of_the_default_speaks_of_held_out_prompts_and_a_scripts_own_words_win(
-    config, tmp_path: Path
-) -> None:
+async def test_the_last_line_of_a_run_has_the_pass_at_1_of_held_out_prompts(config, tmp_path: Path) -> None:
     run = Run(config, tmp_path)
     run.trainer = SimpleNamespace(start_version=0, policy_version=9)
     run.evaluations = [evaluation(0, 0.361), evaluation(5, 0.7), evaluation(9, 0.975)]
     assert run.conclusion == "held-out pass@1: 0.36 -> 0.97"
     run.evaluations = [evaluation(0, 0.361)]
     assert run.conclusion == "held-out pass@1: 0.36"
-    run.conclude("all is well")
-    assert run.conclusion == "all is well"
