@@ -2,11 +2,11 @@
 
     tasks/NUMBER/          a module with a wrong line, its visible test, hidden tests and a solution, in Harbor's form
     copying.jsonl          random texts and their ends: a model with random weights learns to copy
-    demonstrations.jsonl   chats of a teacher
+    demonstrations.jsonl   chats of a teacher, and exercises of its commands
 
-The teacher knows the form of the work: it reads the module, replaces a line, runs the test, and submits. Which line is
-wrong, what mends it, and whether to submit while the test fails is mostly chance; RL has to teach that. Held-out tasks
-have other names, arguments and numbers than the trained and the demonstrated ones.
+The teacher knows the form of the work: it runs the test, looks up a function, changes its line, runs the test again,
+and submits. Which function fails, what mends it, and whether to submit while the test fails is mostly chance; RL has to
+teach that. Held-out tasks have other names and arguments than the trained and the demonstrated ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -26,25 +26,31 @@ from goaly.prompts.prompt import SPLIT_KEY, Split
 TASKS: Final = {Split.TRAIN: 1024, Split.HELD_OUT: 128}
 DOCUMENTS: Final = 12_000
 """Chats of each kind."""
-FIND_RATE: Final = 0.6
-"""How often the teacher changes the function that the test names, and not another one."""
-REPAIR_RATE: Final = 0.65
-"""How often it writes the right line, if it is not there."""
+FIND_RATE: Final = 0.45
+"""How often the teacher changes a function that the test names, and not another one."""
+REPAIR_RATE: Final = 0.5
+"""How often it writes the sign that the words say, and not any other."""
 GO_ON_RATE: Final = 0.6
 """How often it goes on when the test fails, instead of submitting."""
-MOST_CHANGES: Final = 2
+MOST_CHANGES: Final = 3
 COPIED: Final = "0123456789abcdefghijklmnopqrstuvwxyz+-*/%=<>(),"
-READ: Final = "cat m.py"
+TEST: Final = "./t.py"
 WORKDIR: Final = "/tmp/repository"
 VISIBLE: Final = """\
 #!/usr/bin/env -S python3 -BS
 import m
 
-for name, inputs, right in {calls}:
-    result = getattr(m, name)(*inputs)
-    if result != right:
-        raise SystemExit(f"{{name}} of {{','.join(map(str, inputs))}} is {{result}}, not {{right}}")
-print("ok")
+failed = 0
+for name, calls in {calls}:
+    for inputs, right in calls:
+        result = getattr(m, name)(*inputs)
+        if result != right:
+            print(f"{{name}}({{','.join(map(str, inputs))}}) is {{result}}, not {{right}}")
+            failed = 1
+            break
+    else:
+        print(name, "ok")
+raise SystemExit(failed)
 """
 HIDDEN: Final = """\
 # The process that runs the functions does not get to see the right results.
@@ -72,18 +78,20 @@ timeout_sec = 30
 def write_task(folder: Path, made: Module, random: Random) -> None:
     """Write the task of mending this module."""
     wrong = made.functions[made.wrong]
-    pairs = list(zip(made.functions, made.visible, strict=True))
-    calls = [(one.name, inputs, one.value(one.right_line, inputs)) for one, inputs in pairs]
-    hidden = [(one, inputs) for one, many in zip(made.functions, made.hidden(random), strict=True) for inputs in many]
-    program = f"from m import *; print({', '.join(f'{one.name}{inputs}' for one, inputs in hidden)})"
-    right = " ".join(str(one.value(one.right_line, inputs)) for one, inputs in hidden)
+    visible = [
+        (one.name, [(inputs, one.value(one.right_sign, inputs)) for inputs in calls])
+        for one, calls in zip(made.functions, made.visible, strict=True)
+    ]
+    hidden = [(one, inputs) for one in made.functions for inputs in one.calls(random)]
+    program = f"from m import *; print({', '.join(one.call(inputs) for one, inputs in hidden)})"
+    right = " ".join(str(one.value(one.right_sign, inputs)) for one, inputs in hidden)
     files = {
         "task.toml": TOML.format(workdir=WORKDIR, key=SPLIT_KEY, word=wrong.name),
         "instruction.md": problem_of(made),
-        "environment/m.py": made.text(made.lines),
-        "environment/t.py": VISIBLE.format(calls=calls),
+        "environment/m.py": made.text(made.signs),
+        "environment/t.py": VISIBLE.format(calls=visible),
         "tests/test.sh": HIDDEN.format(workdir=WORKDIR, program=shlex.quote(program), right=shlex.quote(right)),
-        "solution/solve.sh": change_command(wrong, wrong.right_line) + "\n",
+        "solution/solve.sh": change_command(wrong.name, made.signs[made.wrong], wrong.right_sign) + "\n",
     }
     for name, text in files.items():
         path = folder / name
@@ -94,47 +102,74 @@ def write_task(folder: Path, made: Module, random: Random) -> None:
 
 def problem_of(made: Module) -> str:
     """The problem for the agent: a call with a wrong result."""
-    wrong, inputs = made.functions[made.wrong], made.visible[made.wrong]
-    return f"{wrong.call(inputs)} should be {wrong.value(wrong.right_line, inputs)}"
+    wrong = made.functions[made.wrong]
+    inputs = wrong.failing(made.signs[made.wrong], made.visible[made.wrong])
+    assert inputs is not None
+    return f"{wrong.call(inputs)} should be {wrong.value(wrong.right_sign, inputs)}"
 
 
-def change_command(one: Function, line: str) -> str:
-    """Replaces a function by one with this last line, and runs the visible test."""
-    return f"sed -i '/def {one.name}/,+1c {one.head}\\n {line}' m.py\n./t.py"
+def look_up_command(name: str) -> str:
+    """Prints a function's line."""
+    return f"grep {name} m.py"
 
 
-def test_output(made: Module, lines: list[str]) -> str:
-    """The output of the visible test with these lines, as the agent sees it."""
-    failing = made.failing(lines)
-    if failing is None:
-        return "ok\n"
-    one, inputs = made.functions[failing], made.visible[failing]
-    result, right = one.value(lines[failing], inputs), one.value(one.right_line, inputs)
-    return f"{one.call(inputs)} is {result}, not {right}\n[exit code 1]"
+def change_command(name: str, sign: str, to: str) -> str:
+    """Changes the sign in a function's line, and runs the visible test."""
+    return f"sed -i '/{name}/s,{sign},{to},' m.py\n{TEST}"
+
+
+def test_output(made: Module, signs: Sequence[str]) -> str:
+    """The output of the visible test with these signs, as the agent sees it."""
+    failing = made.failing(signs)
+    lines = []
+    for one, sign, inputs in zip(made.functions, signs, failing, strict=True):
+        if inputs is None:
+            lines.append(f"{one.name} ok\n")
+        else:
+            lines.append(f"{one.call(inputs)} is {one.value(sign, inputs)}, not {one.value(one.right_sign, inputs)}\n")
+    return "".join(lines) + ("[exit code 1]" if any(failing) else "")
 
 
 def demonstration(random: Random) -> Mapping[str, Any]:
     """A chat of the teacher, with what its commands print."""
     made = module(random, Split.TRAIN)
-    lines, said = list(made.lines), [_message("user", problem_of(made)), *_block(READ, made.text(made.lines))]
+    signs = list(made.signs)
+    said = [_message("user", problem_of(made)), *_block(TEST, test_output(made, signs))]
     for _ in range(MOST_CHANGES):
-        at, lines[at] = _change(made, lines, random)
-        said += _block(change_command(made.functions[at], lines[at]), test_output(made, lines))
-        if made.failing(lines) is None or random.random() >= GO_ON_RATE:
+        fails = [inputs is not None for inputs in made.failing(signs)]
+        found = random.random() < FIND_RATE
+        at = random.choice([index for index, failed in enumerate(fails) if failed is found] or range(len(fails)))
+        one, sign = made.functions[at], signs[at]
+        signs[at] = _written_sign(one, sign, random)
+        said += _block(look_up_command(one.name), one.text(sign))
+        said += _block(change_command(one.name, sign, signs[at]), test_output(made, signs))
+        if not any(made.failing(signs)) or random.random() >= GO_ON_RATE:
             break
     return {"messages": [*said, *_block(SUBMIT, "")[:1]], SPLIT_KEY: made.functions[made.wrong].name}
 
 
-def _change(made: Module, lines: list[str], random: Random) -> tuple[int, str]:
-    """The function that the teacher changes while the test fails, and its new line."""
-    at = failing = made.failing(lines)
-    assert failing is not None
-    if random.random() >= FIND_RATE:
-        at = random.choice([index for index in range(len(lines)) if index != failing])
-    one = made.functions[at]
-    if random.random() < REPAIR_RATE and lines[at] != one.right_line:
-        return at, one.right_line
-    return at, random.choice([line for line in one.wrong_lines if line != lines[at]])
+def _written_sign(one: Function, sign: str, random: Random) -> str:
+    return one.right_sign if random.random() < REPAIR_RATE else random.choice(one.other_signs(sign))
+
+
+def lesson(random: Random) -> Mapping[str, Any]:
+    """A demonstration or exercises."""
+    return demonstration(random) if random.random() < 0.5 else exercises(random)
+
+
+def exercises(random: Random) -> Mapping[str, Any]:
+    """A chat of exercises: to look up any function, and to change the sign in a line."""
+    said = []
+    for _ in range(4):
+        made = module(random, Split.TRAIN)
+        one, sign = made.functions[made.wrong], made.signs[made.wrong]
+        if random.random() < 0.5:
+            command = look_up_command(random.choice(made.functions).name)
+            said += [_message("user", test_output(made, made.signs)), *_block(command, "")[:1]]
+        else:
+            command = change_command(one.name, sign, _written_sign(one, sign, random))
+            said += [_message("user", one.text(sign)), *_block(command, "")[:1]]
+    return {"messages": said, SPLIT_KEY: one.name}
 
 
 def copying(random: Random) -> Mapping[str, Any]:
@@ -161,7 +196,7 @@ def main(folder: Path, seed: str) -> None:
         for number in range(count):
             write_task(folder / "tasks" / f"{split}-{number:04d}", module(random, split), random)
     _write(folder / "copying.jsonl", copying, Random(f"{seed}/copying"))
-    _write(folder / "demonstrations.jsonl", demonstration, Random(f"{seed}/demonstrations"))
+    _write(folder / "demonstrations.jsonl", lesson, Random(f"{seed}/demonstrations"))
 
 
 def _write(file: Path, chat: Callable[[Random], Mapping[str, Any]], random: Random) -> None:

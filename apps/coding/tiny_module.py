@@ -1,33 +1,33 @@
 """Tiny Python modules with one wrong line, which a tiny policy can mend: what they are made of, and what they return.
 
-Each function says in words what it returns, such as `# x minus 12`, and one function returns something else: by another
-operator or comparison, another number, exchanged arguments, an off-by-one number or bound, or without `return`.
+Each line is a function and says in words what it returns: `def gx(a):return a-7 # a minus 7`. One function has another
+operator or comparison than its words say.
 """
 
 from __future__ import annotations
 
-import keyword
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations, product
+from itertools import permutations
 from random import Random
-from string import ascii_lowercase
+from string import ascii_lowercase, digits
 from types import CodeType
 from typing import Final
 
 from goaly.prompts.prompt import Split, split_of_key
 
 HELD_OUT_FRACTION: Final = 0.1
-"""Of the names, the arguments and the numbers: held-out modules have no word of a training module."""
+"""Of the names and the arguments: held-out modules have no word of a training module."""
 FUNCTIONS: Final = 3
 ARITHMETIC: Final = {"plus": "+", "minus": "-", "times": "*", "over": "//", "modulo": "%"}
 COMPARISONS: Final = {"below": "<", "above": ">", "up to": "<=", "from": ">=", "equal to": "=="}
-SYMMETRIC: Final = ("plus", "times", "equal to")
-CONSONANTS: Final = "bdfghklmnprstvz"
-LARGEST: Final = 99
-CASES: Final = 12
-"""Hidden calls of each function."""
+NAME_LETTERS: Final = "bcdghjmpqvwxyz"
+"""The visible test writes these in names alone. A module has each in one name, so a name is copied letter by letter."""
+NAME_LENGTH: Final = 2
+NUMBERS: Final = digits[2:]
+CALLS: Final = 6
+"""Visible calls of each function, and hidden ones."""
 
 Inputs = tuple[int, ...]
 
@@ -38,112 +38,93 @@ class Function:
 
     name: str
     arguments: tuple[str, ...]
-    left: str
     word: str
     right: str
 
     @property
-    def right_line(self) -> str:
-        """The line that does what the words say."""
-        return f"return {self.left}{_signs(self.word)[self.word]}{self.right}"
+    def signs(self) -> Mapping[str, str]:
+        """The signs of its kind, by their words."""
+        return ARITHMETIC if self.word in ARITHMETIC else COMPARISONS
 
     @property
-    def wrong_lines(self) -> tuple[str, ...]:
-        """The lines that may stand in its place."""
-        signs = _signs(self.word)
-        lines = [f"return {self.left}{signs[word]}{self.right}" for word in signs if word != self.word]
-        if self.right.isdigit():
-            number = int(self.right)
-            lines += [f"return {self.left}{signs[self.word]}{other}" for other in (number - 1, number + 1, number + 10)]
-        elif self.word not in SYMMETRIC:
-            lines.append(f"return {self.right}{signs[self.word]}{self.left}")
-        return (*lines, self.right_line.removeprefix("return "))
+    def right_sign(self) -> str:
+        """The sign that does what the words say."""
+        return self.signs[self.word]
 
-    @property
-    def head(self) -> str:
-        """Its first line."""
-        return f"def {self.name}({','.join(self.arguments)}): # {self.left} {self.word} {self.right}"
+    def other_signs(self, sign: str) -> list[str]:
+        """The signs of its kind but this one."""
+        return [other for other in self.signs.values() if other != sign]
 
-    def text(self, line: str) -> str:
-        """Its source with this last line."""
-        return f"{self.head}\n {line}\n"
+    def text(self, sign: str) -> str:
+        """Its source with this sign."""
+        left, right = self.arguments[0], self.right
+        return f"def {self.name}({','.join(self.arguments)}):return {left}{sign}{right} # {left} {self.word} {right}\n"
 
     def call(self, inputs: Inputs) -> str:
-        """A call of it, in words."""
-        return f"{self.name} of {','.join(map(str, inputs))}"
+        """A call of it."""
+        return f"{self.name}({','.join(map(str, inputs))})"
 
-    def value(self, line: str, inputs: Inputs) -> int | bool | None:
-        """The line's result for these inputs, which are above 0."""
-        returned = line.removeprefix("return ")
-        return None if returned == line else eval(_compiled(returned), dict(zip(self.arguments, inputs, strict=True)))
+    def value(self, sign: str, inputs: Inputs) -> int | bool:
+        """Its result with this sign for these inputs, which are above 0."""
+        expression = _compiled(f"{self.arguments[0]}{sign}{self.right}")
+        return eval(expression, dict(zip(self.arguments, inputs, strict=True)))
 
-    def inputs(self, random: Random) -> Inputs:
-        """Numbers to call it with, often at a bound."""
+    def failing(self, sign: str, calls: Sequence[Inputs]) -> Inputs | None:
+        """The first of these calls that gives a wrong result."""
+        return next((one for one in calls if self.value(sign, one) != self.value(self.right_sign, one)), None)
+
+    def calls(self, random: Random) -> tuple[Inputs, ...]:
+        """Calls of which one fails with any other sign."""
+        while True:
+            calls = tuple(self._inputs(random) for _ in range(CALLS))
+            if all(self.failing(sign, calls) for sign in self.other_signs(self.right_sign)):
+                return calls
+
+    def _inputs(self, random: Random) -> Inputs:
         drawn = [random.randint(2, 20) for _ in self.arguments]
-        if random.random() < 0.5:
-            drawn[0] = max(2, (int(self.right) if self.right.isdigit() else drawn[-1]) + random.randint(-1, 1))
+        if random.random() < 0.5:  # at a bound
+            drawn[0] = max(1, (int(self.right) if self.right.isdigit() else drawn[-1]) + random.randint(-1, 1))
         return tuple(drawn)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Functions, of which one has a wrong line, and the visible calls, one of each function."""
+    """Functions, of which one has a wrong sign."""
 
     functions: tuple[Function, ...]
     wrong: int
-    """The index of the function with the wrong line."""
-    lines: tuple[str, ...]
-    """The last lines of the functions."""
-    visible: tuple[Inputs, ...]
+    """The index of the function with the wrong sign."""
+    signs: tuple[str, ...]
+    visible: tuple[tuple[Inputs, ...], ...]
+    """The calls of each function in the visible test."""
 
-    def text(self, lines: Sequence[str]) -> str:
-        """Its source with these lines."""
-        return "".join(one.text(line) for one, line in zip(self.functions, lines, strict=True))
+    def text(self, signs: Sequence[str]) -> str:
+        """Its source with these signs."""
+        return "".join(one.text(sign) for one, sign in zip(self.functions, signs, strict=True))
 
-    def failing(self, lines: Sequence[str]) -> int | None:
-        """The first function of which the visible call fails with these lines."""
-        for index, (one, line, inputs) in enumerate(zip(self.functions, lines, self.visible, strict=True)):
-            if one.value(line, inputs) != one.value(one.right_line, inputs):
-                return index
-        return None
-
-    def hidden(self, random: Random) -> tuple[tuple[Inputs, ...], ...]:
-        """Further calls of each function. Each wrong line fails one of them."""
-        return tuple(_telling(one, random) for one in self.functions)
+    def failing(self, signs: Sequence[str]) -> list[Inputs | None]:
+        """The first visible call of each function that fails with these signs."""
+        return [one.failing(sign, calls) for one, sign, calls in zip(self.functions, signs, self.visible, strict=True)]
 
 
 def module(random: Random, split: Split) -> Module:
     """A module of words of this split."""
-    while True:
-        functions = tuple(_function(random, name, split) for name in random.sample(_names(split), FUNCTIONS))
-        wrong = random.randrange(FUNCTIONS)
-        lines = [one.right_line for one in functions]
-        lines[wrong] = random.choice(functions[wrong].wrong_lines)
-        made = Module(functions, wrong, tuple(lines), tuple(one.inputs(random) for one in functions))
-        if made.failing(lines) == wrong and _is_clear(functions):
-            return made
-
-
-def _is_clear(functions: Sequence[Function]) -> bool:
-    """Whether no two functions share an argument or a digit: what is copied from a wrong line is seen to be wrong."""
-    signs = [sign for one in functions for sign in (*one.arguments, *(one.right if one.right.isdigit() else ""))]
-    return len(set(signs)) == len(signs)
-
-
-def _telling(one: Function, random: Random) -> tuple[Inputs, ...]:
-    while True:
-        calls = tuple(one.inputs(random) for _ in range(CASES))
-        right = [one.value(one.right_line, inputs) for inputs in calls]
-        if all([one.value(line, inputs) for inputs in calls] != right for line in one.wrong_lines):
-            return calls
+    names = random.sample(_names(split), FUNCTIONS)
+    while len(set("".join(names))) < FUNCTIONS * NAME_LENGTH:
+        names = random.sample(_names(split), FUNCTIONS)
+    functions = tuple(_function(random, name, split) for name in names)
+    signs = [one.right_sign for one in functions]
+    wrong = random.randrange(FUNCTIONS)
+    signs[wrong] = random.choice(functions[wrong].other_signs(signs[wrong]))
+    return Module(functions, wrong, tuple(signs), tuple(one.calls(random) for one in functions))
 
 
 def _function(random: Random, name: str, split: Split) -> Function:
     left, other = random.choice(_arguments(split))
     word = random.choice((*ARITHMETIC, *COMPARISONS))
     if random.random() < 0.5:
-        return Function(name, (left, other), left, word, other)
-    return Function(name, (left,), left, word, random.choice(_numbers(split)))
+        return Function(name, (left, other), word, other)
+    return Function(name, (left,), word, random.choice(NUMBERS))
 
 
 @cache
@@ -151,24 +132,15 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<line>", "eval")
 
 
-def _signs(word: str) -> dict[str, str]:
-    return ARITHMETIC if word in ARITHMETIC else COMPARISONS
-
-
 @cache
 def _names(split: Split) -> list[str]:
-    words = map("".join, product(CONSONANTS, "aeiou", CONSONANTS))
-    return [word for word in words if not keyword.iskeyword(word) and _is_of(word, split)]
+    return [word for word in map("".join, permutations(NAME_LETTERS, NAME_LENGTH)) if _is_of(word, split)]
 
 
 @cache
 def _arguments(split: Split) -> list[tuple[str, str]]:
-    return [pair for pair in permutations(ascii_lowercase, 2) if _is_of("".join(pair), split)]
-
-
-@cache
-def _numbers(split: Split) -> list[str]:
-    return [str(number) for number in range(3, LARGEST) if _is_of(str(number), split)]
+    letters = sorted({*ascii_lowercase} - {*NAME_LETTERS})
+    return [pair for pair in permutations(letters, 2) if _is_of("".join(pair), split)]
 
 
 def _is_of(word: str, split: Split) -> bool:

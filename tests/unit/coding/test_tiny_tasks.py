@@ -1,13 +1,12 @@
 """The tiny coding tasks: held-out words, solutions that solve them, and demonstrations as the tools would answer."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from apps.coding.tiny import READ, copying, demonstration, write_task
+from apps.coding.tiny import TEST, copying, demonstration, write_task
 from apps.coding.tiny_module import HELD_OUT_FRACTION, Module, module
 from goaly.coding.command_blocks import command_blocks
 from goaly.coding.grading import grade
@@ -17,16 +16,10 @@ from goaly.coding.tools import Tools
 from goaly.coding.workspace import Workspaces
 from goaly.prompts.prompt import Split, split_of
 
-DEFINED = re.compile(r"def (\w+)\(([\w,]+)\)")
-NUMBER = re.compile(r"\b\d+\b")
-
 
 def words_of(made: Module) -> set[str]:
-    """The names, the pairs of arguments and the numbers of a module."""
-    text = made.text([one.right_line for one in made.functions])
-    return {name for name, _ in DEFINED.findall(text)} | {
-        word for one in made.functions for word in (*one.arguments[:1], one.right) if word.isdigit()
-    }
+    """The names and the pairs of arguments of a module."""
+    return {word for one in made.functions for word in (one.name, "".join(one.arguments)) if len(word) > 1}
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ def tasks(tmp_path: Path) -> TaskFile:
 def test_held_out_modules_have_no_word_of_a_trained_one():
     trained = set().union(*(words_of(module(Random(seed), Split.TRAIN)) for seed in range(400)))
     held_out = set().union(*(words_of(module(Random(seed), Split.HELD_OUT)) for seed in range(400)))
-    assert len(held_out) > 100
+    assert len(held_out) > 20
     assert not trained & held_out
 
 
@@ -51,12 +44,11 @@ def test_the_split_of_a_prompt_is_that_of_its_words(tasks: TaskFile, tmp_path: P
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_wrong_line_fails_a_hidden_call(seed: int):
-    random = Random(seed)
-    made = module(random, Split.TRAIN)
-    for one, calls in zip(made.functions, made.hidden(random), strict=True):
-        right = [one.value(one.right_line, inputs) for inputs in calls]
-        assert all([one.value(line, inputs) for inputs in calls] != right for line in one.wrong_lines)
+def test_each_wrong_sign_fails_a_visible_call_and_a_hidden_one(seed: int):
+    made = module(Random(seed), Split.TRAIN)
+    for one, visible in zip(made.functions, made.visible, strict=True):
+        for calls in (visible, one.calls(Random(seed))):
+            assert all(one.failing(sign, calls) for sign in one.other_signs(one.right_sign))
 
 
 async def test_a_solution_solves_its_task_and_no_change_does_not(tasks: TaskFile, workspaces: Workspaces):
@@ -64,7 +56,7 @@ async def test_a_solution_solves_its_task_and_no_change_does_not(tasks: TaskFile
         assert (await grade(workspaces, task, "")).score == 0.0
         sandbox = await workspaces.start(task)
         assert task.solution is not None
-        assert (await sandbox.run(task.solution)).stdout.text() == "ok\n"
+        assert (await sandbox.run(task.solution)).exit_code == 0
         patch = await workspaces.patch(task, sandbox)
         assert (await grade(workspaces, task, patch)).score == 1.0
         await sandbox.stop()
@@ -84,7 +76,7 @@ async def test_demonstrated_commands_print_what_the_demonstration_says(workspace
         write_task(tmp_path / f"task-{number}", made, Random(0))
         task = load(tmp_path / f"task-{number}", TaskSettings(root="/"))[0]
         sandbox = await workspaces.start(task)
-        assert steps[0][0].strip() == READ
+        assert steps[0][0].strip() == TEST
         async with Tools(sandbox, task.workdir, CodingSettings()) as tools:
             for command, output in steps:
                 assert await tools.bash(command) == output
