@@ -13,7 +13,8 @@ about token t: `sampler_logprobs[t]` is the sampler's log-probability of `tokens
                             that replay them (`moe.routing`)
     form_weights      f32   the token's probability without its answer's form, divided by that with which it was drawn;
                             1 without a form; only if an answer has one
-    (later stages)    f32   reference_logprobs, values, advantages, returns
+    (later stages)    f32   reference_logprobs, teacher_logprobs, values, advantages, returns; and [T, K] for the most
+                            likely tokens of a teacher teacher_top_tokens (i32) and teacher_top_logprobs
 
 The first token is never trained, because no token predicts it. Masks are stored, never inferred from pad or
 end-of-sequence tokens. The rewards of a sequence add up to a finite number. The padding of a packed row is at its end,
@@ -28,21 +29,19 @@ its `sample_index`, which no other has.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from goaly.base.errors import EpisodeError, SchemaError
+from goaly.base.errors import SchemaError
 from goaly.base.process import without_the_compiler
 from goaly.base.safetensors_file import Buffer, TensorFile, tensor_file
-from goaly.base.telemetry.metrics import count
 
 with without_the_compiler():  # goaly compiles no code that uses a TensorDict
     from tensordict import TensorDict
@@ -56,10 +55,14 @@ REQUIRED: dict[str, torch.dtype] = {
 }
 LATER: dict[str, torch.dtype] = {
     "reference_logprobs": torch.float32,
+    "teacher_logprobs": torch.float32,
     "values": torch.float32,
     "advantages": torch.float32,
     "returns": torch.float32,
 }
+TOP_TOKENS, TOP_LOGPROBS = "teacher_top_tokens", "teacher_top_logprobs"
+LATER_TOP: dict[str, torch.dtype] = {TOP_TOKENS: torch.int32, TOP_LOGPROBS: torch.float32}
+"""Columns of K values for each token."""
 EXPERT_CHOICES, FORM_WEIGHTS = "expert_choices", "form_weights"
 SOMETIMES: dict[str, torch.dtype] = {EXPERT_CHOICES: torch.uint8, FORM_WEIGHTS: torch.float32}
 NO_VERSION = -1
@@ -69,6 +72,8 @@ TokenColumns = TensorDict | Mapping[str, torch.Tensor]
 """The per-token columns `[T, ...]` of one sequence."""
 TRUNCATED = "truncated"
 """The column that marks tokens of answers which a limit ended (`Outcome.TRUNCATED`)."""
+TAUGHT = "taught"
+"""The column that marks the trained tokens that a teacher judges."""
 PROMPT, POLICY, ENVIRONMENT = "prompt", "policy", "environment"
 """Authors of turns."""
 
@@ -95,6 +100,14 @@ class Turn:
     """Its malformed tool calls."""
 
 
+class TeacherContext(NamedTuple):
+    """Tokens that a teacher sees instead of all before `start` when it judges a trajectory's `[start, stop)`."""
+
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One sampled sequence: its tokens (a checked TensorDict `[T]`) and facts about the whole of it."""
@@ -107,6 +120,8 @@ class Trajectory:
     outcome: Outcome
     notes: Sequence[Mapping[str, Any]] = ()
     """JSON objects that the script noted, each `after` N answers. An episode's first trajectory has them."""
+    teacher_contexts: tuple[TeacherContext, ...] = ()
+    """Where a teacher sees other tokens than the policy did, in order; see `taught`."""
 
     def __post_init__(self) -> None:
         check_tokens(self.tokens, where=f"trajectory {self.prompt_id}/{self.sample_index}")
@@ -123,6 +138,14 @@ class Trajectory:
     def trained_tokens(self) -> int:
         """The number of its trained tokens."""
         return int(self.tokens["trained"].sum())
+
+    def taught(self, context: Sequence[int], turn: Turn | None = None) -> "Trajectory":
+        """The trajectory, with these tokens as all that a teacher sees before this turn of the policy, or its last one.
+        The contexts of other turns stay."""
+        its = turn or [one for one in self.turns if one.author == POLICY][-1]
+        others = [one for one in self.teacher_contexts if one.start != its.start]
+        contexts = sorted([*others, TeacherContext(its.start, its.stop, tuple(context))])
+        return replace(self, teacher_contexts=tuple(contexts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +207,11 @@ class Group:
         lengths = [length for length, *_ in content["samples"]]
         split = {key: column.split(lengths) for key, column in columns.items()}
         samples = []
-        for place, (length, prompt_id, index, turns, environment, outcome, *notes) in enumerate(content["samples"]):
+        for place, (length, prompt_id, index, turns, environment, outcome, *more) in enumerate(content["samples"]):
             tokens = TensorDict({key: parts[place] for key, parts in split.items()}, batch_size=[length])
-            known = (tokens, prompt_id, index, tuple(map(_turn, turns)), environment, Outcome(outcome))
-            known += tuple(notes) or ((),)  # older logs have none
+            notes, contexts = (*more, *[()] * (2 - len(more)))  # older logs have fewer
+            contexts = tuple(TeacherContext(start, stop, tuple(seen)) for start, stop, seen in contexts)
+            known = (tokens, prompt_id, index, tuple(map(_turn, turns)), environment, Outcome(outcome), notes, contexts)
             sample = object.__new__(Trajectory)
             for name, value in zip(("tokens", *_FACTS), known, strict=True):
                 object.__setattr__(sample, name, value)
@@ -221,35 +245,9 @@ def _turn(known: dict[str, Any]) -> Turn:
     return Turn(**known | {"calls": tuple(known["calls"])}) if "calls" in known else Turn(**known)
 
 
-def reward_value(reward: Any, prompt_id: str) -> float:
-    """The reward as a finite float; a tensor of one element counts as a number. EpisodeError for any other value."""
-    try:
-        value = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        value = math.nan
-    if not abs(value) <= torch.finfo(torch.float32).max:  # also when it is not a number
-        kind = type(reward).__name__
-        raise EpisodeError(f"prompt {prompt_id}: the reward is {reward!r} ({kind}), must be a finite float32 number")
-    return value
-
-
 def episode_reward(trajectories: Sequence[Trajectory]) -> float:
     """The reward of the episode that made these trajectories: the mean of theirs."""
     return sum(one.reward for one in trajectories) / len(trajectories)
-
-
-def without_non_finite(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The columns, in which tokens without a finite log-prob are not trained (trajectory-1); they count as a metric."""
-    finite_T = columns["sampler_logprobs"].isfinite()
-    if finite_T.all():
-        return dict(columns)
-    count("rollout/non_finite_logprobs", int((~finite_T).sum()))
-    changed = {"trained": columns["trained"] & finite_T, "sampler_logprobs": columns["sampler_logprobs"]}
-    if FORM_WEIGHTS in columns:
-        changed[FORM_WEIGHTS] = columns[FORM_WEIGHTS]
-    for key in changed.keys() - {"trained"}:
-        changed[key] = changed[key].where(finite_T, 1.0 if key == FORM_WEIGHTS else 0.0)
-    return {**columns, **changed}
 
 
 def token_data(columns: Mapping[str, torch.Tensor]) -> TensorDict:
@@ -301,6 +299,7 @@ class Minibatch:
     rows: int
     trained_tokens: int
     sequences: int
+    taught_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +313,8 @@ class PackedRows:
     rows: TensorDict
     batch_trained_tokens: int
     batch_sequences: int
+    batch_taught_tokens: int = 0
+    """The trained tokens that a teacher judges."""
     minibatches: tuple[Minibatch, ...] = ()
     """In the order of their rows; empty if all rows make one optimizer step."""
 
@@ -323,7 +324,12 @@ class PackedRows:
             return [self]
         rows = self.rows.split([minibatch.rows for minibatch in self.minibatches])
         steps = [
-            PackedRows(rows=its_rows, batch_trained_tokens=one.trained_tokens, batch_sequences=one.sequences)
+            PackedRows(
+                rows=its_rows,
+                batch_trained_tokens=one.trained_tokens,
+                batch_sequences=one.sequences,
+                batch_taught_tokens=one.taught_tokens,
+            )
             for its_rows, one in zip(rows, self.minibatches, strict=True)
             if one.trained_tokens
         ]
@@ -392,8 +398,3 @@ def _common_columns(sequences: Sequence[TokenColumns]) -> dict[str, tuple[torch.
         if odd := set(columns) ^ set(sequence.keys()):
             raise SchemaError(f"sequence {place}: `{min(odd)}` is in some sequences of the batch and not in others")
     return columns
-
-
-def lengths(samples: Sequence[Trajectory]) -> list[int]:
-    """The token count of each trajectory."""
-    return [len(sample) for sample in samples]

@@ -158,7 +158,7 @@ def test_the_bytes_of_a_group_have_its_notes_and_older_bytes_have_none():
     length = struct.unpack("<Q", encoded[:8])[0]
     header = json.loads(encoded[8 : 8 + length])
     content = json.loads(header["__metadata__"]["content"])
-    content["samples"] = [sample[:-1] for sample in content["samples"]]
+    content["samples"] = [sample[:-2] for sample in content["samples"]]
     header["__metadata__"]["content"] = json.dumps(content)
     older = json.dumps(header).encode().ljust(length)[:length]
     decoded = Group.decoded(bytearray(encoded[:8] + older + encoded[8 + length :]))

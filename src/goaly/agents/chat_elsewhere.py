@@ -16,7 +16,8 @@ from goaly.base.errors import EpisodeError
 from goaly.generate.policy import ContextFull, PromptFillsContext, sampling_of
 from goaly.generate.request import Sampling
 from goaly.prompts.prompt import ASSISTANT, Message
-from goaly.trajectory import NO_VERSION, Outcome, Trajectory, reward_value, token_data
+from goaly.reward.reward_value import reward_value
+from goaly.trajectory import NO_VERSION, Outcome, Trajectory, token_data
 
 if TYPE_CHECKING:
     import openai

@@ -26,7 +26,8 @@ from goaly.base.errors import EpisodeError
 from goaly.generate.policy import Completion, ContextFull
 from goaly.prompts.prompt import ASSISTANT, Message
 from goaly.prompts.tokenizer import ChatTokenizer, Room
-from goaly.trajectory import Trajectory, reward_value
+from goaly.reward.reward_value import reward_value
+from goaly.trajectory import Trajectory
 
 LIMITS, LAST = "limits", "last"
 

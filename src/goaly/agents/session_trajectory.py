@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from goaly.agents.turn import RecordedTurn
+from goaly.generate.finite_logprobs import without_non_finite
 from goaly.generate.request import Finish
 from goaly.trajectory import (
     ENVIRONMENT,
@@ -19,7 +20,6 @@ from goaly.trajectory import (
     TensorDict,
     Trajectory,
     Turn,
-    without_non_finite,
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from goaly.backlog.events import Annotated
+from goaly.backlog.lessons import Lessons, Taught, check_contexts, packed_lessons, taught_mask
 from goaly.backlog.packing import assign, divide
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.errors import SchemaError
@@ -22,6 +23,8 @@ from goaly.reward.estimate import estimate
 from goaly.reward.settings import AdvantageSettings
 from goaly.trajectory import (
     LATER,
+    LATER_TOP,
+    TAUGHT,
     TRUNCATED,
     Group,
     Minibatch,
@@ -30,10 +33,12 @@ from goaly.trajectory import (
     Row,
     Trajectory,
     check_tokens,
-    lengths,
     pack_rows,
     spans,
 )
+
+TEACHERS = ("teacher_logprobs", *LATER_TOP)
+"""The columns that a teacher adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class Batch:
     placement: tuple[tuple[Row, ...], ...]
     """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
+    lessons: Lessons | None = None
+    """What a teacher reads of it, if the run has one."""
     annotated: list[Annotated] = field(default_factory=list)
     """The columns that later stages have added to it."""
     unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)
@@ -70,6 +77,11 @@ class Batch:
     def tickets(self) -> tuple[int, ...]:
         """The tickets of its groups."""
         return tuple(group.ticket for group in self.groups)
+
+    def lesson_rows(self, dp_rank: int) -> PackedRows:
+        """The rows that a teacher reads, for one data-parallel rank."""
+        assert self.lessons is not None, "the queue of a run with a teacher knows which tokens are taught"
+        return self.lessons.ranks[dp_rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Its facts that neither its groups nor its added columns determine, as plain values."""
@@ -108,6 +120,7 @@ def check_group(
             )
         if len(sample) > settings.row_length:
             raise SchemaError(f"{where}: {len(sample)} tokens don't fit into backlog.row_length={settings.row_length}")
+        check_contexts(sample, settings.row_length, where)
 
 
 def build_batch(
@@ -119,22 +132,27 @@ def build_batch(
     dp_ranks: int,
     pad_token: int,
     minibatches: int = 1,
+    taught: Taught | None = None,
     weights: Sequence[float] | None = None,
     passes: Mapping[str, Passes] | None = None,
 ) -> Batch:
     """The batch of these groups; the same groups in the same order give the same rows.
 
-    Each of the `minibatches` has its own rows. `weights` has a factor for the advantages of each group; None is 1.
+    Each of the `minibatches` has its own rows. A teacher judges the `taught` tokens; None: the run has no teacher.
+    `weights` has a factor for the advantages of each group; None is 1.
     """
     samples = [sample for group in groups for sample in group.samples]
     sequences = [sample.tokens for sample in samples]
-    rows_by_rank, counted = _placed(groups, minibatches, settings.row_length, dp_ranks)
+    masks = None if taught is None else [taught_mask(sample, taught) for sample in samples]
+    taught_S = [0] * len(samples) if masks is None else [int(mask_T.sum()) for mask_T in masks]
+    rows_by_rank, counted = _placed(groups, minibatches, settings.row_length, dp_ranks, taught_S)
     trained_tokens = sum(sample.trained_tokens for sample in samples)
     ranks = tuple(
         PackedRows(
             rows=pack_rows(sequences, rows, settings.row_length, pad_token),
             batch_trained_tokens=trained_tokens,
             batch_sequences=len(samples),
+            batch_taught_tokens=sum(taught_S),
             minibatches=counted,
         )
         for rows in rows_by_rank
@@ -150,6 +168,7 @@ def build_batch(
             **batch_metrics(batch_id, groups),
             **{f"reward/pass_rate/{source}": found.rate for source, found in (passes or {}).items()},
             "batch/fill": tokens / capacity,
+            **({} if taught is None else {"distill/taught_share": sum(taught_S) / max(trained_tokens, 1)}),
         },
         passes=passes or {},
     )
@@ -159,14 +178,28 @@ def build_batch(
         weights=tuple(weights or [1.0] * len(groups)),
         placement=rows_by_rank,
         ranks=ranks,
+        lessons=None if taught is None else _lessons(samples, rows_by_rank, taught, settings.row_length, pad_token),
     )
+    if masks is not None:
+        _into_rows(batch, TAUGHT, masks)
     _into_rows(batch, TRUNCATED, [torch.full((len(sample),), _truncated(sample)) for sample in samples])
     add_advantages(batch, advantage_settings)
     return batch
 
 
+def _lessons(
+    samples: Sequence[Trajectory],
+    rows_by_rank: Sequence[Sequence[Row]],
+    taught: Taught,
+    row_length: int,
+    pad_token: int,
+) -> Lessons:
+    places = [[place for row in rows for place in row] for rows in rows_by_rank]
+    return packed_lessons(samples, places, taught, row_length=row_length, pad_token=pad_token)
+
+
 def _placed(
-    groups: Sequence[Group], minibatches: int, row_length: int, dp_ranks: int
+    groups: Sequence[Group], minibatches: int, row_length: int, dp_ranks: int, taught_S: Sequence[int]
 ) -> tuple[tuple[tuple[Row, ...], ...], tuple[Minibatch, ...]]:
     """The rows of each rank, ordered by minibatch; and if there are several, the `Minibatch` of each."""
     samples = [sample for group in groups for sample in group.samples]
@@ -181,23 +214,42 @@ def _placed(
         for rank, rows in enumerate(by_rank):
             rows_by_rank[rank] += [tuple(places[at] for at in row) for row in rows]
         trained_tokens = sum(samples[place].trained_tokens for place in places)
-        counted.append(Minibatch(rows=len(by_rank[0]), trained_tokens=trained_tokens, sequences=len(places)))
+        counted.append(
+            Minibatch(
+                rows=len(by_rank[0]),
+                trained_tokens=trained_tokens,
+                sequences=len(places),
+                taught_tokens=sum(taught_S[place] for place in places),
+            )
+        )
     return tuple(tuple(rows) for rows in rows_by_rank), tuple(counted)
 
 
 def annotation(batch: Batch, dp_rank: int, key: str, column_RL: Tensor) -> Annotated:
-    """A later stage's column for the rows of one rank, by sequence; SchemaError if these rows can't have it."""
-    at, rows = f"batch {batch.handle.id}", batch.ranks[dp_rank].rows
-    if key not in LATER:
-        raise SchemaError(f"{at}: can't add the column `{key}`; later stages may add {', '.join(LATER)}")
-    if column_RL.dtype != LATER[key] or column_RL.shape != rows.batch_size:
+    """A later stage's column for the rows of one rank, by sequence; SchemaError if these rows can't have it. That of a
+    teacher is for the rows of the lessons."""
+    at, known = f"batch {batch.handle.id}", LATER | LATER_TOP
+    if key not in known:
+        raise SchemaError(f"{at}: can't add the column `{key}`; later stages may add {', '.join(known)}")
+    lessons = batch.lessons if key in TEACHERS else None
+    rows = (batch.ranks if lessons is None else lessons.ranks)[dp_rank].rows
+    if (
+        column_RL.dtype != known[key]
+        or column_RL.shape[:2] != rows.batch_size
+        or (column_RL.dim() > 2) != (key in LATER_TOP)
+    ):
         raise SchemaError(
             f"{at}, dp_rank {dp_rank}: `{key}` is {column_RL.dtype} {tuple(column_RL.shape)}, "
-            f"must be {LATER[key]} {tuple(rows.batch_size)}"
+            f"must be {known[key]} {tuple(rows.batch_size)}"
         )
-    found = [(place, column_RL[row, span]) for rank, row, span, place in _spans(batch) if rank == dp_rank]
-    values_T = torch.cat([values for _, values in found])
-    return Annotated(batch=batch.handle.id, key=key, places=tuple(place for place, _ in found), values_T=values_T)
+    if lessons is None:
+        found = {place: column_RL[row, span] for rank, row, span, place in _spans(batch) if rank == dp_rank}
+    else:
+        sizes = lengths([sample for group in batch.groups for sample in group.samples])
+        mine = {place: sizes[place] for row in batch.placement[dp_rank] for place in row}
+        found = lessons.values(dp_rank, column_RL, mine)
+    values_T = torch.cat([column_RL.flatten(0, 1)[:0], *found.values()])  # a rank may have no sequence
+    return Annotated(batch=batch.handle.id, key=key, places=tuple(found), values_T=values_T)
 
 
 def add_column(batch: Batch, annotated: Annotated, settings: AdvantageSettings) -> None:
@@ -205,6 +257,8 @@ def add_column(batch: Batch, annotated: Annotated, settings: AdvantageSettings) 
     advantages that need the column."""
     batch.annotated.append(annotated)
     key, places = annotated.key, annotated.places
+    if not places:
+        return
     tokens = lengths([sample for group in batch.groups for sample in group.samples])
     found = batch.unfinished.setdefault(key, {})
     found.update(zip(places, annotated.values_T.split([tokens[place] for place in places]), strict=True))
@@ -237,7 +291,8 @@ def column_of_samples(batch: Batch, key: str) -> list[Tensor]:
 
 def _into_rows(batch: Batch, key: str, values: Sequence[Tensor]) -> None:
     """Write the samples' values `[T]` into a column of the rows."""
-    columns = [torch.zeros(packed.rows.batch_size, dtype=values[0].dtype) for packed in batch.ranks]
+    of_token = values[0].shape[1:]
+    columns = [torch.zeros(*packed.rows.batch_size, *of_token, dtype=values[0].dtype) for packed in batch.ranks]
     for rank, row, span, place in _spans(batch):
         columns[rank][row, span] = values[place]
     for packed, column_RL in zip(batch.ranks, columns, strict=True):
@@ -278,3 +333,8 @@ def _truncated(sample: Trajectory) -> bool:
 
 def _versions(sample: Trajectory) -> torch.Tensor:
     return sample.tokens["sampler_versions"][sample.tokens["trained"]]
+
+
+def lengths(samples: Sequence[Trajectory]) -> list[int]:
+    """The token count of each trajectory."""
+    return [len(sample) for sample in samples]

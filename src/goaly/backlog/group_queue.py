@@ -16,7 +16,7 @@ Invariants
     backlog-8: A new queue that replays the recorded events of another one, or loads its saved state, has the same state
         up to waiting times.
     backlog-9: `restart` admits every ticket without an end once more, and gives every batch that the training loop does
-        not have out again, in order, before a new one.
+        not have (it has those before `given`) out again, in order, before a new one.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from goaly.backlog.distribution import KnownStep, LengthDistribution, SourceShar
 from goaly.backlog.events import Annotated, Dropped, Event, Formed, Ticket, Trained
 from goaly.backlog.group_statistics import NO_SIGNAL, GroupStatistics, QueueWaits, Wait
 from goaly.backlog.ledger import Ledger, State
+from goaly.backlog.lessons import Taught
 from goaly.backlog.order import Order
 from goaly.backlog.settings import BacklogSettings
 from goaly.backlog.staleness import StalenessBound
@@ -61,6 +62,7 @@ class GroupQueue:
         pad_token: int,
         steps: int | None = None,
         minibatches: int = 1,
+        taught: Taught | None = None,
         record: Callable[[Event], None] = lambda event: None,
     ):
         """`record` gets each event before any caller does."""
@@ -75,6 +77,7 @@ class GroupQueue:
             dp_ranks=dp_ranks,
             pad_token=pad_token,
             minibatches=minibatches,
+            taught=taught,
         )
         self._staleness = StalenessBound(settings.groups_per_step, settings.max_staleness, steps)
         self._order = Order.of(settings)
@@ -161,10 +164,13 @@ class GroupQueue:
             raise ValueError(f"dp_rank={dp_rank}: must be from 0 to {self._dp_ranks - 1}")
         return batch.ranks[dp_rank]
 
+    def lessons(self, batch_id: int, dp_rank: int) -> PackedRows:
+        """The rows that a teacher reads of a batch, for one data-parallel rank."""
+        return self._batch(batch_id).lesson_rows(dp_rank)
+
     def annotate(self, batch_id: int, dp_rank: int, key: str, column_RL: Tensor) -> None:
         """Add a column that a later stage computed, such as `values`, to the rows of one rank."""
-        self.rows(batch_id, dp_rank)  # raises for an unknown batch or rank
-        annotated = annotation(self._batches[batch_id], dp_rank, key, column_RL)
+        annotated = annotation(self._batch(batch_id), dp_rank, key, column_RL)
         self._annotate(annotated if batch_id < self._policy_version else self._recorded(annotated))
 
     def trained(self, batch_id: int, policy_version: int) -> None:
@@ -198,8 +204,7 @@ class GroupQueue:
             raise ValueError(f"the log has {event}, but its earlier events lead to {made}")
 
     def restart(self, policy_version: int, given: int | None = None) -> None:
-        """Continue after a replay that kept the batches from this version on, which is the trainer's. The training loop
-        has the batches before `given` (backlog-9)."""
+        """Continue after a replay that kept the batches from the trainer's version on. `given`: see backlog-9."""
         while self._policy_version < policy_version:  # a step was done, but the run ended before it was recorded
             if self._policy_version not in self._batches:
                 raise ValueError(
@@ -214,7 +219,7 @@ class GroupQueue:
         self._give_again.extend(batch for batch in sorted(self._batches) if given is None or batch >= given)
 
     def forget_signals(self) -> None:
-        """Forget how many groups had no signal; a run that ended for it may go on once the user resumes it."""
+        """Forget how many groups had no signal: a run that ended for it may go on."""
         self._signal_error = None
         self._statistics.forget()
 
@@ -302,7 +307,7 @@ class GroupQueue:
         return self.counts()
 
     def counts(self) -> dict[str, int]:
-        """The number of tickets admitted and in each state, and the newest policy version reported here."""
+        """The number of tickets admitted and in each state, and the newest policy version."""
         return {**self._ledger.counts(), "policy_version": self._policy_version}
 
     def reasons(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from monarch.actor import Actor
 
 from goaly.backlog.events import Event
 from goaly.backlog.group_queue import GroupQueue
+from goaly.backlog.lessons import Taught
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.actors import concurrent_endpoint
 from goaly.reward.settings import AdvantageSettings
@@ -53,6 +54,7 @@ class TrajectoryQueue(Actor):
         pad_token: int,
         steps: int | None = None,
         minibatches: int = 1,
+        taught: Taught | None = None,
     ):
         self._new_queue = partial(
             GroupQueue,
@@ -62,6 +64,7 @@ class TrajectoryQueue(Actor):
             pad_token=pad_token,
             steps=steps,
             minibatches=minibatches,
+            taught=taught,
         )
         self.queue = self._new_queue(record=self._record)
 
@@ -70,6 +73,7 @@ class TrajectoryQueue(Actor):
     wait = _immediate(GroupQueue.wait)
     report = _immediate(GroupQueue.report)
     rows = _immediate(GroupQueue.rows)
+    lessons = _immediate(GroupQueue.lessons)
     annotate = _immediate(GroupQueue.annotate)
     trained = _immediate(GroupQueue.trained)
     is_running = _immediate(GroupQueue.is_running)

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from goaly.base.errors import EpisodeError
+from goaly.generate.finite_logprobs import without_non_finite
 from goaly.generate.policy import Completion, Policy
 from goaly.generate.request import Finish
 from goaly.prompts.prompt import Message, Prompt
+from goaly.reward.reward_value import reward_value
 from goaly.trajectory import (
     ENVIRONMENT,
     EXPERT_CHOICES,
@@ -30,8 +32,6 @@ from goaly.trajectory import (
     TensorDict,
     Trajectory,
     Turn,
-    reward_value,
-    without_non_finite,
 )
 
 if TYPE_CHECKING:

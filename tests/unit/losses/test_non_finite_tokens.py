@@ -7,11 +7,12 @@ import torch
 
 from goaly.backlog.batch import build_batch
 from goaly.backlog.settings import BacklogSettings
+from goaly.generate.finite_logprobs import without_non_finite
 from goaly.losses.objective import PolicyObjective
 from goaly.losses.settings import LossSettings
 from goaly.reward.settings import AdvantageSettings
 from goaly.train.microbatch import microbatch
-from goaly.trajectory import PackedRows, token_data, without_non_finite
+from goaly.trajectory import PackedRows, token_data
 from tests.unit.trajectories import grouped, sampled
 
 
