@@ -7,8 +7,7 @@ Invariants
     agents-1: The prompt of a request is exactly the tokens of its path, the sampled ones as the engine gave them.
     agents-2: A request continues the deepest recorded turn whose conversation its messages extend, and from which the
         chat template only appends. Without one it begins a branch at the root.
-    agents-3: Each sampled token is trained in exactly one trajectory, with its log-probability and version. Elsewhere
-        it is context: not trained, log-probability 0, no version.
+    agents-3: Each sampled token is trained in one trajectory, with its log-prob and version; elsewhere it is context.
     agents-4: A session that is rebuilt from its records equals the one that wrote them.
 """
 
@@ -248,8 +247,8 @@ class Session:
 
     def credit(self, turns: Sequence[RecordedTurn], reward: float, key: str | None = None) -> None:
         """Give each of these turns a process reward, in addition to those that it has. `key` is as in `record`."""
-        value = reward_value(reward, self._prompt_id)
-        self._reward({"kind": "credit", "key": key, "turns": [turn.number for turn in turns], "reward": value})
+        numbers = [turn.number for turn in turns]
+        self._reward({"kind": "credit", "key": key, "turns": numbers, "reward": reward_value(reward, self._prompt_id)})
 
     def add_reward(self, reward: float, key: str | None = None) -> None:
         """Add to the reward of the whole episode, which its agent may know best. `key` is as in `record`."""
