@@ -35,6 +35,7 @@ from goaly.journal.checkpoint_folder import Checkpoint, Checkpoints
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Resumed
 from goaly.journal.run_log import LOG_FOLDER, first_version, trainers
+from goaly.losses.settings import DistillSettings
 from goaly.plan.dry_run import held_on_gpu
 from goaly.plan.placement import place, processes
 from goaly.plan.resumed_settings import changes
@@ -120,14 +121,25 @@ def _problems(
         yield f"--check: compares with the run's own digests, but {trains_otherwise[0]} is changed"
     if trains_otherwise and line.into is None:
         yield f"{trains_otherwise[0]}: needs --into FOLDER, because the result is another policy"
-    if after.uses_reference and not before.uses_reference:
+    if after.uses_kl and not before.uses_kl:
         yield f"loss.kl_coef={after.loss.kl_coef}: must be 0, because the log has no log-probs of a reference"
+    yield from _teacher_problems(before.loss.distill, after.loss.distill)
     if line.to is not None and line.to < 1:
         yield f"--to={line.to}: must be at least 1"
     if not trains_otherwise and otherwise is not None and (line.to is None or line.to > otherwise):
         yield f"--to={line.to}: must be at most {otherwise}, from where the run went on with other trainer settings"
     if line.into is not None and (line.into / RUN_CONFIG).exists():
         yield f"--into={line.into}: holds a run already; name another folder"
+
+
+def _teacher_problems(logged: DistillSettings | None, distill: DistillSettings | None) -> Iterator[str]:
+    """One line for each thing that the teacher of the log has not judged."""
+    if distill is None:
+        return
+    if logged is None or logged.tokens != distill.tokens:
+        yield "loss.distill: must be null, because the log has no log-probs of a teacher for these tokens"
+    elif distill.uses_top and (not logged.uses_top or logged.top_k != distill.top_k):
+        yield f"loss.distill.top_k={distill.top_k}: the log has no log-probs of so many tokens of the teacher"
 
 
 def otherwise_from(used: Sequence[Resumed]) -> int | None:

@@ -100,8 +100,7 @@ class GroupQueue:
 
     @property
     def known_steps(self) -> Sequence[KnownStep]:
-        """The distance between trained and launched lengths of each step for which it is known, in order; after
-        `load_state_dict` from the last known step on."""
+        """The distance between trained and launched lengths of the steps for which it is known."""
         return self._distribution.known
 
     async def admit(self) -> Ticket | None:
@@ -115,11 +114,8 @@ class GroupQueue:
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
     def report(self, end: Group | Dropped) -> bool:
-        """Record how a ticket's episodes ended: with a complete group, or without one.
-
-        False if a group is not trained (its ticket has ended or has another group, the run has ended, or the group has
-        no signal), or if a dropped ticket had ended before.
-        """
+        """Record how a ticket's episodes ended: with a complete group, or without one. False if a group is not trained
+        (its ticket or the run has ended, or it has no signal), or if a dropped ticket had ended before."""
         state = self._ledger.state(end.ticket)
         if state is not State.RUNNING:  # for example a group that ran again because its worker died as it reported
             how = f"{end.state}: {end.why}" if isinstance(end, Dropped) else "a group"
@@ -224,8 +220,7 @@ class GroupQueue:
         self._statistics.forget()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The state that a new queue loads (backlog-8): plain values, `groups` and `annotated`. None while batches are
-        trained again, and after `close`, which ends tickets that a resumed run continues."""
+        """The state that a new queue loads (backlog-8); None while batches are trained again, and after `close`."""
         if self._closed or min(self._batches, default=self._policy_version) < self._policy_version:
             return None
         batches = self._batches.values()

@@ -4,6 +4,8 @@
     -------------------------------------------------------------------------------------------------------
                                                 denominator
 
++ distill.weight / taught tokens * sum over the tokens that a teacher judges of  kept * (its value, see distill.py)
+
 `importance` is proximal / sampler, and `kept` masks tokens that are rejected, too old or of a truncated answer. KL and
 entropy are not importance-weighted. `form` is 1, or for a token that was drawn under a form its probability without it,
 divided by the one with it: the importance weight of that draw. It also weights the token in ratios of its sequence. The
@@ -29,17 +31,18 @@ Invariants
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from goaly.base.errors import SchemaError
+from goaly.losses import distill
 from goaly.losses.corrections import bound_by_sign, has_sign, importance_weights, proximal_logprobs, rejected, too_old
 from goaly.losses.kl import divergence, k3
 from goaly.losses.policy_losses import LOSSES, Aggregation, traits
 from goaly.losses.settings import LossSettings
 from goaly.losses.tokens import Columns, LossOutput, Tokens, sequence_count, sequence_sum
-from goaly.trajectory import TRUNCATED, PackedRows
+from goaly.trajectory import TAUGHT, TOP_LOGPROBS, TRUNCATED, PackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,9 @@ class Contribution:
 
     total: torch.Tensor
     """The weighted sum, not yet divided."""
+    taught: torch.Tensor | None = None
+    """The weighted sum over tokens that a teacher judges, not yet divided by the batch's number of them; None without a
+    teacher."""
     count: torch.Tensor | None = None
     """Its part of the denominator, if that is known only now; None if it was known before."""
     mean: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -101,43 +107,86 @@ class PolicyObjective:
         return batch_denominator(self._aggregation, packed.batch_trained_tokens, packed.batch_sequences)
 
     def __call__(
-        self, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, columns: Columns, policy_version: int
+        self,
+        logprobs_P: torch.Tensor,
+        entropies_P: torch.Tensor,
+        columns: Columns,
+        policy_version: int,
+        top_PK: torch.Tensor | None = None,
     ) -> Contribution:
-        """The part of this microbatch."""
+        """The part of this microbatch. `top_PK` are the policy's log-probs of the teacher's most likely tokens."""
         tokens, left_out = self._tokens(logprobs_P, entropies_P, columns, policy_version)
         output = self._output(tokens)
-        loss_P, terms = self._with_terms(output.loss_P, tokens)
+        importance_P, terms = self._importance(tokens)
+        loss_P, more = self._with_terms(output.loss_P, importance_P, tokens)
+        taught, judged = self._taught(tokens, top_PK)
+        terms |= more | judged
         if left_out:
             loss_P = torch.where(tokens.kept_P, loss_P, 0.0)  # losses-2
         after = self._settings.denominator == "after"
         counted_P = tokens.kept_P if after else torch.ones_like(tokens.kept_P)
         weights_P = token_weights(self._aggregation, tokens.documents_P, counted_P, self._settings.constant_length)
         distance = _distance(tokens)
+        total = (weights_P * loss_P).sum()
+        if self._settings.reward_weight != 1:  # without it the loss of tokens may be infinite
+            total = self._settings.reward_weight * total if self._settings.reward_weight else 0 * logprobs_P.sum()
         return Contribution(
-            total=(weights_P * loss_P).sum(),
+            total=total,
+            taught=taught,
             count=counted(self._aggregation, tokens.documents_P, counted_P) if after else None,
             mean={"entropy": entropies_P, **distance, **output.mean, **terms, **left_out},
             maximum={"ratio_max": distance["ratio_mean"], **output.maximum},
         )
 
-    def _with_terms(self, loss_P: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _importance(self, tokens: Tokens) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """The importance weights, or None if they are 1; and their metrics."""
+        settings = self._settings
+        if settings.proximal == "sampler":
+            return None, {}
+        raised_P, lowered_P = (has_sign(tokens.advantages_P, sign) for sign in ("positive", "negative"))
+        cap, floor = settings.importance_cap, settings.importance_floor
+        weight_P, cut_P = importance_weights(
+            tokens.proximal_logprobs_P,
+            tokens.sampler_logprobs_P,
+            tokens.documents_P,
+            settings.importance,
+            bound_by_sign(cap, settings.importance_cap_negative, lowered_P, otherwise=math.inf),
+            bound_by_sign(floor, settings.importance_floor_positive, raised_P, otherwise=0.0),
+            tokens.form_weights_P,
+        )
+        weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
+        return weight_P, {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
+
+    def _taught(
+        self, tokens: Tokens, top_PK: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """The weighted sum over the tokens that a teacher judges, and its metrics."""
+        settings = self._settings.distill
+        if settings is None:
+            return None, {}
+        taught_P = self._column(tokens.columns, TAUGHT)
+        if settings.uses_top:
+            assert top_PK is not None, "the engine gives the log-probs of the tokens in the teacher's column"
+            value_P = distill.DIVERGENCES[settings.by](self._column(tokens.columns, TOP_LOGPROBS), top_PK)
+            apart_P = value_P.detach()
+        else:
+            teacher_P = self._column(tokens.columns, "teacher_logprobs")
+            advantages_P = torch.where(taught_P, distill.advantages(teacher_P, tokens.logprobs_P), 0.0)
+            judged = replace(tokens, advantages_P=advantages_P)
+            value_P, apart_P = self._output(judged).loss_P, -advantages_P
+            for factor_P in (self._importance(judged)[0], tokens.form_weights_P):  # the token itself was drawn
+                value_P = value_P if factor_P is None else factor_P * value_P
+        value_P = torch.where(taught_P & tokens.kept_P, value_P, 0.0)  # losses-2
+        metrics = {"distill/taught": taught_P.float(), "distill/divergence": torch.where(taught_P, apart_P, 0.0)}
+        return settings.weight * value_P.sum(), metrics
+
+    def _with_terms(
+        self, loss_P: torch.Tensor, importance_P: torch.Tensor | None, tokens: Tokens
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss times its importance weight, plus the KL and entropy terms; and their metrics."""
         settings, mean = self._settings, {}
-        if settings.proximal != "sampler":  # else the weight is 1
-            raised_P, lowered_P = (has_sign(tokens.advantages_P, sign) for sign in ("positive", "negative"))
-            cap, floor = settings.importance_cap, settings.importance_floor
-            weight_P, cut_P = importance_weights(
-                tokens.proximal_logprobs_P,
-                tokens.sampler_logprobs_P,
-                tokens.documents_P,
-                settings.importance,
-                bound_by_sign(cap, settings.importance_cap_negative, lowered_P, otherwise=math.inf),
-                bound_by_sign(floor, settings.importance_floor_positive, raised_P, otherwise=0.0),
-                tokens.form_weights_P,
-            )
-            weight_P = torch.where(tokens.kept_P, weight_P, 0.0)  # the weight of a masked token may be infinite
-            loss_P = weight_P * loss_P
-            mean |= {"importance_mean": weight_P, "importance_truncated": cut_P.float()}
+        if importance_P is not None:
+            loss_P = importance_P * loss_P
         if settings.kl_coef > 0:
             reference_P = self._column(tokens.columns, "reference_logprobs")
             mean["kl_reference"] = divergence(settings.kl_estimator, tokens.logprobs_P, reference_P)
@@ -225,6 +274,8 @@ def _distance(tokens: Tokens) -> dict[str, torch.Tensor]:
 def finish(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics to report, from means over the global batch."""
     reported = dict(metrics)
+    if taught := reported.pop("distill/taught", None):
+        reported["distill/divergence"] /= taught  # the mean over taught tokens
     square = reported.pop("ratio_square", None)
     if square:
         mean = reported["ratio_mean"]

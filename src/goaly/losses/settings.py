@@ -49,6 +49,32 @@ class Rejection(Settings):
             yield f"{at.low}: must be below {at.high}"
 
 
+class DistillSettings(Settings):
+    """A part of the loss that makes the policy more like a teacher: the model of the section `reference`."""
+
+    by: Literal["advantage", "reverse_kl", "forward_kl"] = "advantage"
+    """`advantage`: the policy loss with the advantage log teacher - log policy of each token. `reverse_kl` and
+    `forward_kl`: the divergence over the teacher's `top_k` tokens and a tail, KL(policy || teacher) or
+    KL(teacher || policy). Divergences have less noise, and take K + 1 times the space in the queue and the log."""
+    top_k: PositiveInt = 20
+    """The teacher's most likely tokens at each place over which a divergence is taken. 20 is about as good as the whole
+    vocabulary."""
+    tokens: Literal["all", "context"] = "all"
+    """Trained tokens that the teacher judges: `all`, or with `context` only those for which the script gave it a
+    context of its own, such as a hint."""
+    weight: PositiveFloat = 1.0
+    """Weight of this part, which is a mean over the tokens that the teacher judges."""
+
+    @property
+    def uses_top(self) -> bool:
+        """Whether it needs the teacher's most likely tokens."""
+        return self.by != "advantage"
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        if not self.uses_top:
+            yield from at.idle(f"{at}by is advantage", "top_k")
+
+
 class LossSettings(Settings):
     """The loss that the trainer minimizes; `docs/algorithms.md` has the formulas."""
 
@@ -93,9 +119,18 @@ class LossSettings(Settings):
     """Weight of the KL divergence from the reference model in the loss; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence at each token."""
+    distill: DistillSettings | None = None
+    """Distillation from a teacher, beside the reward's part of the loss; null is none. `{}` has the defaults."""
+    reward_weight: NonNegativeFloat = 1.0
+    """Weight of the reward's part of the loss, with its KL and entropy; 0 trains by distillation alone."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the policy's entropy at each trained token, which is subtracted from the loss. Raise it from 0 (to
     1e-3, say) if the entropy falls before rewards have risen."""
+
+    @property
+    def taught(self) -> Literal["all", "context"] | None:
+        """The trained tokens that a teacher judges; None: there is no teacher."""
+        return None if self.distill is None else self.distill.tokens
 
     def _problems(self, at: Section) -> Iterator[str]:
         from goaly.losses.policy_losses import LOSSES, traits  # imports torch, which `--help` does not need
@@ -128,6 +163,19 @@ class LossSettings(Settings):
             yield f"{at.denominator}: has no effect, nothing is left out"
         if self.kl_coef == 0:
             yield from at.idle(f"{at}kl_coef is 0", "kl_estimator")
+        yield from self._distill_problems(at)
+
+    def _distill_problems(self, at: Section) -> Iterator[str]:
+        if self.distill is None:
+            if self.reward_weight == 0:
+                yield f"{at.reward_weight}: must be above 0 where {at}distill is null: nothing would be trained"
+            return
+        if self.denominator == "after":
+            yield f"{at.denominator}: must be before where {at}distill is set, which has a denominator of its own"
+        if self.reward_weight == 0:
+            yield from at.idle(f"{at.reward_weight}", "kl_coef", "entropy_coef", "aggregation", "constant_length")
+            if self.distill.uses_top:
+                yield from at.idle(f"{at.reward_weight} and {at}distill.by is {self.distill.by}", "name", "options")
 
     def _rejection_problems(self, at: Section) -> Iterator[str]:
         names = [rule.name for rule in self.rejections]

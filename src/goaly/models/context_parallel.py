@@ -135,8 +135,11 @@ class ContextRanks:
     def joined(
         self, outputs: Sequence[torch.Tensor], own: torch.Tensor, trained_tokens: int
     ) -> tuple[torch.Tensor, ...]:
-        """Outputs `[P]` of all ranks' tokens, given those of this rank's and their places in P (models-8)."""
-        return _Join.apply(torch.stack(list(outputs)), own, trained_tokens, self.group).unbind()
+        """Outputs `[P]` or `[P, K]` of all ranks' tokens, given those of this rank and their places in P (models-8)."""
+        columns = [output.flatten(1).t() if output.dim() > 1 else output[None] for output in outputs]
+        whole_OP = _Join.apply(torch.cat(columns), own, trained_tokens, self.group)
+        parts = whole_OP.split([len(column) for column in columns])
+        return tuple(part.t() if one.dim() > 1 else part[0] for part, one in zip(parts, outputs, strict=True))
 
 
 class _Gather(torch.autograd.Function):

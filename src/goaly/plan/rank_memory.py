@@ -227,6 +227,9 @@ def _reference(config: RunConfig, shape: Architecture, on_gpu: bool, traced: boo
             if settings.lora is not None:
                 fetched = 4 * settings.lora.elements(shape) / reference.ranks
             on_device["prefetch"] = fetched
+            if reference.average is not None:
+                elements = shape.elements if settings.lora is None else settings.lora.elements(shape)
+                on_device["average"] = 4 * elements / reference.ranks
             on_host["checkpoint"] = fetched
         if reference.offload:
             on_host |= on_device

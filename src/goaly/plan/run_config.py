@@ -91,7 +91,8 @@ class RunConfig(Settings):
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Processes and optimizer of the trainer."""
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
-    """Model of the KL term; it is started only if `loss.kl_coef` or `advantages.kl_coef` is above 0."""
+    """Model of the KL term, and the teacher of `loss.distill`; it is started only if one of `loss.kl_coef` and
+    `advantages.kl_coef` is above 0 or `loss.distill` is set."""
     critic: CriticSettings | None = None
     """Model that predicts values, for advantages that use them; null is none. `critic: {}` has the defaults."""
     weights: WeightSettings = field(default_factory=WeightSettings)
@@ -115,9 +116,14 @@ class RunConfig(Settings):
         return tiny_values(values)
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether the loss or the advantages use the reference model's log-probs."""
+    def uses_kl(self) -> bool:
+        """Whether the loss or the advantages compare the policy with the reference model."""
         return self.loss.kl_coef > 0 or self.advantages.kl_coef > 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the run has a reference model, to compare with or as a teacher."""
+        return self.uses_kl or self.loss.distill is not None
 
     @property
     def earlier_policies(self) -> int:
@@ -207,7 +213,7 @@ class RunConfig(Settings):
         oldest = None if self.backlog.problems("") else self.backlog.max_age
         absent = {}
         if not self.uses_reference:
-            absent["reference"] = f"{at}loss.kl_coef and {at}advantages.kl_coef are 0"
+            absent["reference"] = f"{at}loss.kl_coef and {at}advantages.kl_coef are 0 and {at}loss.distill is null"
             yield from at.reference.idle(absent["reference"])
         if self.critic is None and not advantages.problems("") and not advantages.uses_values:
             absent["critic"] = f"{at}critic is null"
@@ -216,6 +222,8 @@ class RunConfig(Settings):
                 yield from section.idle(f"the run ends after {at.steps}", "every")
         if self.evaluation.every is None:
             yield from at.save.idle(f"{at}evaluation.every is null", "best")
+        if loss.distill is None:
+            yield from at.rollout.idle(f"{at}loss.distill is null", "hint")
         if self.coding is None:
             yield from at.sandbox.idle(f"{at}coding is null")
         for role, cores in self.hosts.bind.items():
@@ -253,7 +261,9 @@ class RunConfig(Settings):
                 f"also learns from groups of equal rewards; {', '.join(fit)} do not, nor do functions of your own with "
                 "@compares_groups"
             )
-        if sound and self.backlog.group_size == 1 and advantages.compares_groups:
+        if self.loss.reward_weight == 0 and self.backlog.dynamic_sampling:
+            yield f"{at.backlog.dynamic_sampling}: must be false where {at.loss.reward_weight}: rewards are not trained"
+        if sound and self.backlog.group_size == 1 and advantages.compares_groups and self.loss.reward_weight:
             because = f"because {at.advantages.name} compares a sample with the others of its group"
             yield f"{at.backlog.group_size}: must be at least 2, {because}"
         if critic is not None and critic.value_clip is not None and critic.epochs * self.trainer.minibatches == 1:
@@ -270,6 +280,7 @@ class RunConfig(Settings):
         from goaly.models.catalog import shape_of  # imports torch, which `--help` does not need
         from goaly.models.definition import bitwise_problems
         from goaly.models.weight_files import weight_problems
+        from goaly.plan.teacher import teacher_problems, top_problems
         from goaly.prompts.tokenizer import chat_problems, tokenizer_problems  # imports jinja
 
         model, device = None, self.hosts.device or vllm_device()
@@ -286,6 +297,8 @@ class RunConfig(Settings):
                 yield from weight_problems(settings.path, shape, where, head=whose != "critic")
                 if whose == "model":
                     yield from tokenizer_problems(settings.path, shape.vocab_size, self.chat, where)
+            if whose == "reference" and model is not None:
+                yield from teacher_problems(self.loss, at, settings.path, shape, self.model.path, model)
             for section, ranks in divided.items():
                 yield from ranks.shape_problems(Section(ranks, f"{at}{section}."), shape, whose)
             if self.model.numerics == "bitwise":
@@ -295,6 +308,7 @@ class RunConfig(Settings):
                 yield from (f"{own}{at.model.numerics}: {problem}" for problem in bitwise_problems(shape, lora))
             if whose == "model":
                 model = shape
+                yield from top_problems(self.loss, at, shape)
                 yield from self.trainer.balance_problems(at.trainer, shape)
                 if not shape.experts:
                     yield from at.moe.idle("the model has no experts", "routing")

@@ -277,6 +277,9 @@ class SupervisedSettings(Settings):
     forgotten_carry_rate: Share = 0.0
     """Share of the carries that demonstrations of the addition task forget. Above one half, the most likely answer of
     the trained policy is wrong, and RL has to teach it to carry."""
+    hinted_share: Share = 0.0
+    """Share of the demonstrations whose question begins with its answer and a bar, as a hint; these forget no carry.
+    For policies that teach themselves (`configs/distill/self.yaml`)."""
     files: tuple[str, ...] = ()
     """JSONL or Parquet files. Each record has `messages` (a chat, whose assistant messages are trained), or `prompt`
     and `completion`."""
@@ -298,6 +301,6 @@ class SupervisedSettings(Settings):
         yield from source_problems(self, at, [ARITHMETIC])
         yield from absent_files(self, at)
         if self.task is None:
-            yield from at.idle(f"{at}task is null", "forgotten_carry_rate")
+            yield from at.idle(f"{at}task is null", "forgotten_carry_rate", "hinted_share")
         else:
             yield from at.idle(f"documents come from {at}task", "template", "too_long")

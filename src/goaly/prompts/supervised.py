@@ -22,7 +22,7 @@ from goaly.prompts.files import read_messages, read_tools
 from goaly.prompts.prompt import ASSISTANT, SPLIT_KEY, Message, Split, split_key_of, split_of_key
 from goaly.prompts.settings import SupervisedSettings
 from goaly.prompts.stream import TaskPrompts, refuse_other
-from goaly.prompts.tasks.arithmetic import Arithmetic
+from goaly.prompts.tasks.arithmetic import Arithmetic, hinted
 from goaly.prompts.tokenizer import ChatTokenizer
 from goaly.trajectory import PackedRows, pack_rows
 
@@ -102,7 +102,10 @@ class Demonstrations(BaseNode[Document]):
     @property
     def fingerprint(self) -> str:
         """Identifies this source."""
-        return f"{self._task.fingerprint} held_out={self._settings.held_out_fraction} seed={self._settings.seed}"
+        share = self._settings.hinted_share
+        hints = f" hinted={share}" if share else ""
+        held_out, seed = self._settings.held_out_fraction, self._settings.seed
+        return f"{self._task.fingerprint} held_out={held_out} seed={seed}{hints}"
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin, or continue from a saved state."""
@@ -113,7 +116,10 @@ class Demonstrations(BaseNode[Document]):
         """The next demonstration."""
         position = self._prompts.state_dict()["position"]
         prompt = next(self._prompts)
-        answer = self._task.demonstration(prompt, Random(f"{self._settings.seed}/demonstration/{position}"))
+        task, seed = self._task, self._settings.seed
+        if Random(f"{seed}/hint/{position}").random() < self._settings.hinted_share:
+            task, prompt = Arithmetic(), hinted(prompt)
+        answer = task.demonstration(prompt, Random(f"{seed}/demonstration/{position}"))
         messages = (*prompt.messages, Message(role="assistant", content=answer))
         return chat_document(self._tokenizer, messages, location=prompt.id)
 

@@ -224,6 +224,18 @@ def tokenizer_problems(folder: str | Path, vocab_size: int, chat: ChatSettings, 
     return found
 
 
+def vocabulary_difference(folder: str | Path, other: str | Path) -> str | None:
+    """The first difference between the vocabularies of two folders; None if they are the same, or cannot be read."""
+    files = [Path(one) / "tokenizer.json" for one in (folder, other)]
+    if not all(file.is_file() for file in files):
+        return None
+    mine, theirs = (Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
+    for text, number in sorted(mine.items(), key=lambda one: one[1]):
+        if theirs.get(text) != number:
+            return f"token {number} is {text!r} here and {theirs.get(text, 'absent')} there"
+    return None if len(mine) == len(theirs) else f"it has {len(theirs)} tokens, not {len(mine)}"
+
+
 async def beside(read: Any, work: Callable[[], T]) -> T:
     """The result of this work, which renders what it has `read`: a text, or messages. If the texts in it are long, the
     event loop goes on meanwhile."""

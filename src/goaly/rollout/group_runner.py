@@ -35,6 +35,7 @@ from goaly.rollout.cut_off_reward import NoneFinished, settled
 from goaly.rollout.episode import EpisodeContext, EpisodeFunction, is_resumable, trajectories_of
 from goaly.rollout.episode_places import EpisodePlaces
 from goaly.rollout.failed_episodes import FailedEpisodes
+from goaly.rollout.hints import with_hints
 from goaly.rollout.running_episodes import (
     EpisodeTimeout,
     EvaluationFailed,
@@ -210,7 +211,8 @@ class GroupRunner:
             raise EpisodeError(
                 "no token of its episodes can be trained: each was sampled with trained=False or has no finite log-prob"
             )
-        return group
+        hint = self.settings.hint
+        return group if hint is None else with_hints(group, prompt, hint, self.chat, self.max_context)
 
     def _trained_group(self, ticket: Ticket) -> RunningGroup:
         name, min_version = str(ticket.index), ticket.min_version

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import field
+from string import Formatter
 from typing import Literal
 
 from goaly.agents.settings import LAST_PORT, EndpointSettings, SessionSettings
@@ -10,6 +11,38 @@ from goaly.base.config.settings import NonNegativeInt, PositiveFloat, PositiveIn
 MOST_EPISODES = 4096
 """The limit of a worker with `rollout.concurrency=auto`."""
 CutOffReward = Literal["worst", "exclude"] | float
+
+
+HINT_FIELDS = ("question", "response", "answer", "sibling")
+
+
+class HintSettings(Settings):
+    """A hint that the teacher of `loss.distill` sees before an answer in one turn, and the policy did not: the policy
+    learns to answer as if it had seen it. Scripts may give contexts of their own instead (`Trajectory.taught`)."""
+
+    text: str
+    """The teacher's last message of the prompt. `{question}` becomes that of the policy, `{response}` the answer,
+    `{answer}` the reference answer, and `{sibling}` the first answer of the group that passed. Answers of which one of
+    the last two is not known get no hint."""
+    to: Literal["failed", "all"] = "failed"
+    """The answers that get a hint: those that did not pass, or all."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The names in braces in the text."""
+        return frozenset(name for _, name, _, _ in Formatter().parse(self.text) if name is not None)
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        known = ", ".join(f"{{{name}}}" for name in HINT_FIELDS)
+        try:
+            unknown = self.fields - set(HINT_FIELDS)
+        except ValueError as error:
+            yield f"{at.text}: {error}; write {{{{ and }}}} for braces"
+            return
+        if unknown:
+            yield f"{at.text}: {{{min(unknown)}}} is unknown; known are {known}"
+        elif not self.fields - {"question"}:
+            yield f"{at.text}: must say more than the policy saw, by one of {known}"
 
 
 class RolloutSettings(Settings):
@@ -51,6 +84,8 @@ class RolloutSettings(Settings):
     """Longest time for which an episode may block its worker's event loop, and with it all other episodes there; then
     the worker logs the stack that blocks it and exits. Null is no limit. Rather than raise it, move the blocking code
     into `asyncio.to_thread`."""
+    hint: HintSettings | None = None
+    """What a teacher sees beside the prompt; null is nothing. Needs `loss.distill`."""
     session: SessionSettings = field(default_factory=SessionSettings)
     """Limits of the chats of one episode, also of those by HTTP."""
     endpoint: EndpointSettings | None = None

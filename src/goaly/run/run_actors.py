@@ -96,8 +96,8 @@ class RunActors:
             return None
         mesh = await self._joined("reference", name)
         hub = await self.hub.present()
-        frozen = (config.reference, config.trainer, config.model, hub.queue, config.weights, hub.store)
-        return spawn(mesh, name, ReferenceModel, *frozen)
+        frozen = (config.reference, config.trainer, config.model, hub.queue, config.weights, hub.store, config.loss)
+        return spawn(mesh, name, ReferenceModel, *frozen, compares=config.uses_kl)
 
     async def critic(self, name: str = "critic") -> CriticModel | None:
         """The ranks of the critic, if the run has one."""
@@ -186,6 +186,7 @@ def trajectory_queue(hub: ProcMesh, config: RunConfig, steps: int | None = None,
         pad_token=ChatTokenizer(config.model.path).pad_token,
         steps=steps,
         minibatches=config.trainer.minibatches,
+        taught=config.loss.taught,
         snapshot_every=config.checkpoint.every,
     )
 

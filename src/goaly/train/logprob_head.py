@@ -7,8 +7,10 @@ A model that computes in bfloat16 has bfloat16 hidden states and weights; everyt
 vLLM rounds logits to bfloat16 before its float32 log-softmax, so the log-probs of a bfloat16 sampler differ by that
 rounding, unless `model.numerics` is bitwise.
 
+For distillation it also gives the log-probs of further tokens at each place, and of the most likely ones.
+
 Shape suffixes: T tokens of a microbatch, P predicted tokens, C tokens of a chunk, D model width, V vocabulary (on
-tensor-parallel ranks: this rank's part of it).
+tensor-parallel ranks: this rank's part of it), K tokens at each place, J the target and K others.
 
 At most `chunk` rows of logits exist at a time. Under tensor parallelism no rank holds whole rows of logits, and all
 ranks get the same results. Logits, log-probs and the weight's gradient, summed over chunks, are float32 for any compute
@@ -21,6 +23,7 @@ Invariant
         the float32 sums above do not apply.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +54,21 @@ class LogprobHead(Linear):
         self._exact = config.exact
 
     def forward(
-        self, input: Tensor, predicting_P: Tensor, targets_P: Tensor, chunk: int, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """`(logprobs_P, entropies_P)` of `targets_P`, each predicted by the hidden state numbered in `predicting_P`."""
+        self,
+        input: Tensor,
+        predicting_P: Tensor,
+        targets_P: Tensor,
+        chunk: int,
+        temperature: float,
+        *,
+        others_PK: Tensor | None = None,
+        top_k: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """`(logprobs_P, entropies_P)` of `targets_P`, each predicted by the hidden state numbered in `predicting_P`.
+
+        With `others_PK` also the log-probs of these tokens in place of the target; with `top_k` also the most likely
+        tokens and their log-probs `[P, K]`, both as floats and without a gradient.
+        """
         weight, group, offset = self.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group("tp")
@@ -63,7 +78,11 @@ class LogprobHead(Linear):
             # Each rank's gradient comes from its part of the vocabulary only.
             input = input.to_local(grad_placements=[Partial()])
         hidden_PD = input.reshape(-1, input.shape[-1]).index_select(0, predicting_P)
-        return _Logprobs.apply(hidden_PD, weight, targets_P, chunk, temperature, group, offset, self._exact)
+        targets_PJ = targets_P[:, None] if others_PK is None else torch.cat([targets_P[:, None], others_PK], 1)
+        given = targets_PJ, chunk, temperature, group, offset, self._exact, top_k
+        logprobs_PJ, entropies_P, tokens_PK, top_PK = _Logprobs.apply(hidden_PD, weight, *given)
+        others = () if others_PK is None else (logprobs_PJ[:, 1:],)
+        return (logprobs_PJ[:, 0], entropies_P, *others, *((tokens_PK, top_PK) if top_k else ()))
 
 
 def _install(decoder: Any) -> None:
@@ -88,24 +107,30 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any,
         hidden_PD: Tensor,
         weight_VD: Tensor,
-        targets_P: Tensor,
+        targets_PJ: Tensor,
         chunk: int,
         temperature: float,
         group: dist.ProcessGroup | None,
         offset: int,
         exact: bool,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, normalizers = [], [], []
-        for hidden_CD, targets_C in zip(hidden_PD.split(chunk), targets_P.split(chunk), strict=True):
+        top_k: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logprobs, entropies, normalizers, top_tokens, top_logprobs = [], [], [], [], []
+
+        def keep(logprob_CJ: Tensor, entropy_C: Tensor, normalizer_C: Tensor) -> None:
+            logprobs.append(logprob_CJ)
+            entropies.append(entropy_C)
+            normalizers.append(normalizer_C)
+
+        for hidden_CD, targets_CJ in zip(hidden_PD.split(chunk), targets_PJ.split(chunk), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, temperature, exact)
             if exact:
-                logprob_C, entropy_C, normalizer_C = _as_sampled(_whole_rows(logits_CV, group), targets_C)
-                logprobs.append(logprob_C)
-                entropies.append(entropy_C)
-                normalizers.append(normalizer_C)
+                keep(*_as_sampled(_whole_rows(logits_CV, group), targets_CJ))
+                if top_k:
+                    _keep_top(_top(logits_CV, top_k, group, offset), normalizers[-1], top_tokens, top_logprobs)
                 continue
-            local_C, mine_C = _local_targets(targets_C, offset, logits_CV.shape[1])
-            chosen_C = logits_CV.gather(1, local_C[:, None]).squeeze(1)
+            local_CJ, mine_CJ = _local_targets(targets_CJ, offset, logits_CV.shape[1])
+            chosen_CJ = logits_CV.gather(1, local_CJ)
             if group is None:
                 normalizer_C = logits_CV.logsumexp(1)
                 entropy_C = _entropy(logits_CV, normalizer_C)
@@ -116,25 +141,29 @@ class _Logprobs(torch.autograd.Function):
                 total_C = (logits_CV - highest_C[:, None]).exp_().sum(1)
                 dist.all_reduce(total_C, dist.ReduceOp.SUM, group)
                 normalizer_C = highest_C + total_C.log()
-                sums_2C = torch.stack([torch.where(mine_C, chosen_C, 0.0), _entropy(logits_CV, normalizer_C)])
-                dist.all_reduce(sums_2C, dist.ReduceOp.SUM, group)
-                chosen_C, entropy_C = sums_2C
-            logprobs.append(chosen_C - normalizer_C)
-            entropies.append(entropy_C)
-            normalizers.append(normalizer_C)
-        logprobs_P, entropies_P, normalizers_P = (torch.cat(parts) for parts in (logprobs, entropies, normalizers))
-        ctx.save_for_backward(hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P)
+                own_CJ = torch.where(mine_CJ, chosen_CJ, 0.0)
+                sums = torch.cat([own_CJ, _entropy(logits_CV, normalizer_C)[:, None]], 1)
+                dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+                chosen_CJ, entropy_C = sums[:, :-1], sums[:, -1]
+            keep(chosen_CJ - normalizer_C[:, None], entropy_C, normalizer_C)
+            if top_k:
+                _keep_top(_top(logits_CV, top_k, group, offset), normalizer_C, top_tokens, top_logprobs)
+        logprobs_PJ, entropies_P, normalizers_P = (torch.cat(parts) for parts in (logprobs, entropies, normalizers))
+        ctx.save_for_backward(hidden_PD, weight_VD, targets_PJ, normalizers_P, entropies_P)
         ctx.chunk, ctx.temperature, ctx.offset, ctx.exact = chunk, temperature, offset, exact
         ctx.set_materialize_grads(False)
-        return logprobs_P, entropies_P
+        none_P0 = entropies_P.new_zeros(len(entropies_P), 0)
+        top = (torch.cat(top_tokens), torch.cat(top_logprobs)) if top_k else (none_P0, none_P0.clone())
+        ctx.mark_non_differentiable(*top)
+        return logprobs_PJ, entropies_P, *top
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_P: Tensor | None, grad_entropies_P: Tensor | None) -> Any:
-        hidden_PD, weight_VD, targets_P, normalizers_P, entropies_P = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs_PJ: Tensor | None, grad_entropies_P: Tensor | None, *_: Any) -> Any:
+        hidden_PD, weight_VD, targets_PJ, normalizers_P, entropies_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
         trains = ctx.needs_input_grad[1]
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains else None
-        for start in range(0, len(targets_P), ctx.chunk):
+        for start in range(0, len(targets_PJ), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CD = hidden_PD[part]
             log_softmax_CV = _logits(hidden_CD, weight_VD, ctx.temperature, ctx.exact).sub_(normalizers_P[part, None])
@@ -143,18 +172,18 @@ class _Logprobs(torch.autograd.Function):
             if grad_entropies_P is not None:
                 surprise_CV = log_softmax_CV.add_(entropies_P[part, None])
                 grad_CV.addcmul_(softmax_CV * surprise_CV, grad_entropies_P[part, None], value=-1)
-            if grad_logprobs_P is not None:
-                grad_C = grad_logprobs_P[part]
-                grad_CV.addcmul_(softmax_CV, grad_C[:, None], value=-1)
-                local_C, mine_C = _local_targets(targets_P[part], ctx.offset, grad_CV.shape[1])
-                grad_CV.scatter_add_(1, local_C[:, None], torch.where(mine_C, grad_C, 0.0)[:, None])
+            if grad_logprobs_PJ is not None:
+                grad_CJ = grad_logprobs_PJ[part]
+                grad_CV.addcmul_(softmax_CV, grad_CJ.sum(1, keepdim=True), value=-1)
+                local_CJ, mine_CJ = _local_targets(targets_PJ[part], ctx.offset, grad_CV.shape[1])
+                grad_CV.scatter_add_(1, local_CJ, torch.where(mine_CJ, grad_CJ, 0.0))
             grad_CV.div_(ctx.temperature)
             grad_hidden_PD[part] = _product(grad_CV, weight_VD)
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_CV.t(), hidden_CD)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_PD, grad_weight_VD, None, None, None, None, None, None
+        return grad_hidden_PD, grad_weight_VD, *[None] * 7
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, exact: bool) -> Tensor:
@@ -165,12 +194,36 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, exact: boo
     return logits_CV.div_(logits_CV.new_full((), temperature) if exact else temperature)
 
 
-def _as_sampled(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _as_sampled(logits_CV: Tensor, targets_CJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs as vLLM computes them (train-10), entropies and normalizers."""
     log_softmax_CV = log_softmax(logits_CV)
-    logprob_C = log_softmax_CV.gather(1, targets_C[:, None]).squeeze(1)
-    chosen_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
-    return logprob_C, -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1), chosen_C - logprob_C
+    logprob_CJ = log_softmax_CV.gather(1, targets_CJ)
+    chosen_C = logits_CV.gather(1, targets_CJ[:, :1]).squeeze(1)
+    entropy_C = -log_softmax_CV.exp().mul_(log_softmax_CV).sum(1)
+    return logprob_CJ, entropy_C, chosen_C - logprob_CJ[:, 0]
+
+
+def _top(logits_CV: Tensor, top_k: int, group: dist.ProcessGroup | None, offset: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens and their logits, of all ranks' parts of the vocabulary."""
+    logits_CK, tokens_CK = logits_CV.topk(min(top_k, logits_CV.shape[1]), 1)
+    tokens_CK = tokens_CK + offset
+    if group is None:
+        return tokens_CK, logits_CK
+    short = top_k - logits_CK.shape[1]  # this rank's part may be smaller than that of others
+    logits_CK = torch.nn.functional.pad(logits_CK, (0, short), value=-math.inf)
+    tokens_CK = torch.nn.functional.pad(tokens_CK, (0, short))
+    ranks = dist.get_world_size(group)
+    logits, tokens = ([torch.empty_like(one) for _ in range(ranks)] for one in (logits_CK, tokens_CK))
+    dist.all_gather(logits, logits_CK.contiguous(), group)
+    dist.all_gather(tokens, tokens_CK.contiguous(), group)
+    logits_CK, best_CK = torch.cat(logits, 1).topk(top_k, 1)
+    return torch.cat(tokens, 1).gather(1, best_CK), logits_CK
+
+
+def _keep_top(found: tuple[Tensor, Tensor], normalizer_C: Tensor, tokens: list[Tensor], logprobs: list[Tensor]) -> None:
+    tokens_CK, logits_CK = found
+    tokens.append(tokens_CK.float())  # exact: no vocabulary has 2^24 tokens
+    logprobs.append((logits_CK - normalizer_C[:, None]).clamp_(max=0))
 
 
 def _whole_rows(logits_CV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -200,11 +253,11 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def _local_targets(targets_C: Tensor, offset: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+def _local_targets(targets_CJ: Tensor, offset: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     """The column of each target on this rank, clamped into range, and whether this rank holds it."""
-    local_C = targets_C - offset
-    mine_C = (local_C >= 0) & (local_C < vocabulary)
-    return local_C.clamp_(0, max(vocabulary - 1, 0)), mine_C
+    local_CJ = targets_CJ - offset
+    mine_CJ = (local_CJ >= 0) & (local_CJ < vocabulary)
+    return local_CJ.clamp_(0, max(vocabulary - 1, 0)), mine_CJ
 
 
 def _entropy(logits_CV: Tensor, normalizer_C: Tensor) -> Tensor:

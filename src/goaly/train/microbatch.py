@@ -86,7 +86,7 @@ def microbatch(rows: TensorDict, *, multiple_of: int = 1) -> Microbatch:
         tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(short)])
         longest = int(positions_T.max()) + 1 if tokens else 1  # the model may have no later positions
         positions_T = torch.cat([positions_T, torch.arange(short) % longest])
-    columns = {key: rows[key].flatten()[cells_P] for key in rows.keys() if key not in NOT_A_COLUMN}  # noqa: SIM118
+    columns = {key: rows[key].flatten(0, 1)[cells_P] for key in rows.keys() if key not in NOT_A_COLUMN}  # noqa: SIM118
     documents_T = (positions_T == 0).cumsum(0) - 1
     columns["documents"] = documents_T[at_P]
     choices_1TNK = replayed_1T = None

@@ -112,7 +112,8 @@ class ModelEngine:
             microbatches = minibatch.rows.split(self.settings.microbatch_rows)
             if self._experts is not None:
                 self._experts.balance(self.settings.expert_balance, minibatch.batch_trained_tokens)
-            found = self.forward_backward(microbatches, objective, objective.denominator(minibatch))
+            counts = objective.denominator(minibatch), minibatch.batch_taught_tokens
+            found = self.forward_backward(microbatches, objective, *counts)
             found.means |= self.optimizer_step(last=number == len(minibatches))
             steps.append(found)
         return combine(steps).metrics | self._batch_metrics(packed)
@@ -126,9 +127,14 @@ class ModelEngine:
         return {} if self._experts is None else self._experts.take_loads(self.settings.expert_bias_rate)
 
     def forward_backward(
-        self, microbatches: Iterable[TensorDict], objective: Callable[..., Contribution], denominator: int
+        self,
+        microbatches: Iterable[TensorDict],
+        objective: Callable[..., Contribution],
+        denominator: int,
+        taught_tokens: int = 0,
     ) -> StepMetrics:
-        """Accumulate gradients; `denominator` is the objective's for the global batch (train-1).
+        """Accumulate gradients; `denominator` is the objective's for the global batch (train-1), and `taught_tokens`
+        that of its part by a teacher.
 
         There must be no gradients before. If the objective counts only the tokens it keeps, all gradients are scaled at
         the end, once the counts of all microbatches and ranks are known.
@@ -139,8 +145,10 @@ class ModelEngine:
         maxima: list[dict[str, Tensor]] = []
 
         def loss_of(batch: Microbatch, outputs: tuple[Tensor, ...]) -> Tensor:
-            part = objective(*outputs, batch.columns, self.steps_done)
+            part = objective(*outputs[:2], batch.columns, self.steps_done, *outputs[2:])
             loss = part.total / denominator
+            if part.taught is not None and taught_tokens:
+                loss = loss + part.taught / taught_tokens
             parts.append(sums(part, loss, len(batch.cells_P)))
             maxima.append(greatest(part))
             return loss
@@ -271,10 +279,14 @@ class ModelEngine:
         if not self._pipeline.stage.is_last:
             return (hidden_1TD,)
         logprobs = self.settings.logprob_chunk, self.settings.temperature
-        outputs = self._model.lm_head(hidden_1TD, part.predicting_P, part.targets_P, *logprobs)
+        outputs = self._model.lm_head(hidden_1TD, part.predicting_P, part.targets_P, *logprobs, **self._more(part))
         if context is None or own is None:
             return outputs
         return context.joined(outputs, own, len(batch.cells_P))  # models-8
+
+    def _more(self, part: Microbatch) -> dict[str, Any]:
+        """Further arguments of the head for these tokens."""
+        return {}
 
     def _part(self, batch: Microbatch) -> tuple[Microbatch, Tensor | None]:
         """The tokens that this rank computes, and the places of their trained tokens if they are not all."""

@@ -1,7 +1,8 @@
-"""The actor of the reference model: adds `reference_logprobs` to the rows of a batch.
+"""The actor of the reference model: adds `reference_logprobs` to the rows of a batch, and as a teacher what it thinks
+of their tokens.
 
-Its weights are frozen, or replaced by the policy's every `refresh_every` steps. It may have fewer or more ranks than
-the trainer (`row_shares.py`).
+Its weights are frozen, or replaced by the policy's every `refresh_every` steps, or by a moving average of these. It may
+have fewer or more ranks than the trainer (`row_shares.py`).
 
 Weights that are not those that were published end the reference (`weights/digest.py`).
 
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from goaly.base.actors import concurrent_endpoint
 from goaly.base.errors import WeightsError
 from goaly.base.telemetry import spans
+from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.train import row_shares
 from goaly.train.model_actor import ModelActor
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from goaly.backlog.batch import BatchHandle
     from goaly.backlog.trajectory_queue import TrajectoryQueue
+    from goaly.train.average import Average
     from goaly.train.train_engine import TrainEngine
     from goaly.trajectory import PackedRows
     from goaly.weights.store import WeightStore
@@ -50,19 +53,27 @@ class ReferenceModel(ModelActor):
         queue: "TrajectoryQueue",
         weights: WeightSettings | None = None,
         store: "WeightStore | None" = None,
+        loss: LossSettings | None = None,
+        *,
+        compares: bool = True,
     ):
-        """`trainer` gives precision and microbatches. With `refresh_every` the weights come from the `store`."""
+        """`trainer` gives precision, temperature and microbatches. With `refresh_every` the weights come from the
+        `store`. It teaches if the `loss` distils, and adds its log-probs of the batch's own rows if it `compares`."""
         assert settings.refresh_every is None or store is not None, "refresh_every needs a store"
         self._shares = trainer.fsdp
         self._settings = settings.engine_settings(trainer)
         self._offload = settings.offload
         self._model = model if settings.path is None else dataclasses.replace(model, path=settings.path)
         self._thread: RankThread[TrainEngine] = RankThread("reference")
+        self._distill = None if loss is None else loss.distill
+        self._compares = compares
         self._refresh_every = settings.refresh_every
         self._weight_settings = dataclasses.replace(weights or WeightSettings(), spare="device")
         self._store = store
         self._queue = queue
         self._subscriber: Subscriber | None = None
+        self._keeps = settings.average
+        self._average: Average | None = None
         self._group: ProcessGroup | None = None
         """The ranks of the reference, if there are several."""
         self._one_batch_at_a_time = asyncio.Lock()
@@ -81,6 +92,11 @@ class ReferenceModel(ModelActor):
                 f"reference.{self._thread.rank}",
                 self._weight_settings,
             )
+            if (keeps := self._keeps) is not None:
+                from goaly.train.average import Average
+
+                tensors = self._thread.engine.named_tensors()
+                self._average = await self._thread.run(lambda: Average(tensors, keeps), "average")
             await self._subscriber.join()
             self._group = await self._thread.run(_group_of_ranks, "join the other ranks")
         return self._thread.engine.policy_version
@@ -93,15 +109,23 @@ class ReferenceModel(ModelActor):
 
     @concurrent_endpoint
     async def annotate(self, batch: "BatchHandle") -> None:
-        """Add `reference_logprobs` to the batch's rows, for all of the trainer's data-parallel ranks."""
-        engine, key = self._thread.engine, "reference_logprobs"
+        """Add `reference_logprobs` and a teacher's columns to the batch's rows, for all of the trainer's data-parallel
+        ranks."""
+        engine, key, distill = self._thread.engine, "reference_logprobs", self._distill
+        top_k = distill.top_k if distill is not None and distill.uses_top else 0
 
         def logprobs(packed: "PackedRows") -> "Awaitable[Tensor]":
             return self._thread.run(lambda: engine.logprobs(packed.rows), "reference", batch=batch.id)
 
+        def judgement(packed: "PackedRows") -> "Awaitable[dict[str, Tensor]]":
+            return self._thread.run(lambda: engine.judgement(packed.rows, top_k), "teach", batch=batch.id)
+
         async with self._one_batch_at_a_time:  # train-6
             await self._refreshed_for(batch.id)
-            await row_shares.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
+            if self._compares:
+                await row_shares.annotate(self._queue, batch.id, key, engine, logprobs, count=self._shares)
+            if distill is not None:
+                await row_shares.judge(self._queue, batch.id, engine, judgement, count=self._shares)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -131,14 +155,18 @@ class ReferenceModel(ModelActor):
 
             from goaly.weights.digest import gathered
 
-            def apply() -> None:
+            def apply() -> int:
                 if self._group is not None:
                     subscriber.verify_together(partial(gathered, group=self._group))
-                engine.steps_done = subscriber.apply()
+                version = subscriber.apply()
                 engine.check_base()
+                return version
 
-            await self._thread.run(apply, "refresh")
+            version = await self._thread.run(apply, "refresh")
             await subscriber.verify_applied()
+            if self._average is not None:
+                await self._thread.run(self._average.take, "average")
+            engine.steps_done = version
             await subscriber.release()
         return due
 

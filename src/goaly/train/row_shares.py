@@ -10,9 +10,9 @@ Invariant
         they take part in every collective: a rank without a share in a round computes the first share as a dummy.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,26 @@ async def annotate(
     count: int,
 ) -> None:
     """Compute a column from the rows of a batch and add it; the queue holds the rows in `count` shares."""
-    async for number, packed in _shares(queue, batch_id, engine, count):
+    async for number, packed in _shares(queue.rows, batch_id, engine, count):
         column_RL = await compute(packed)
         if number is not None and engine.leads:
             await queue.annotate.call_one(batch_id, number, key, column_RL)
+
+
+async def judge(
+    queue: "TrajectoryQueue",
+    batch_id: int,
+    engine: "ModelEngine",
+    compute: "Callable[[PackedRows], Awaitable[Mapping[str, Tensor]]]",
+    *,
+    count: int,
+) -> None:
+    """Compute a teacher's columns from the lessons of a batch and add them; the queue holds these in `count` shares."""
+    async for number, packed in _shares(queue.lessons, batch_id, engine, count):
+        columns = await compute(packed)
+        if number is not None and engine.leads:
+            for key, column in columns.items():
+                await queue.annotate.call_one(batch_id, number, key, column)
 
 
 async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
@@ -44,7 +60,7 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
 
     shares = [
         _untrained(packed) if number is None else packed
-        async for number, packed in _shares(queue, batch_id, engine, count)
+        async for number, packed in _shares(queue.rows, batch_id, engine, count)
     ]
     first = shares[0]
     sizes = [minibatch.rows for minibatch in first.minibatches] or [len(first.rows)]
@@ -55,13 +71,14 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
 
 
 async def _shares(
-    queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", count: int
+    rows: Any, batch_id: int, engine: "ModelEngine", count: int
 ) -> AsyncIterator[tuple[int | None, "PackedRows"]]:
-    """The share of this rank in each round, by number; None and a dummy where it has none (train-7)."""
+    """The share of this rank in each round of the `rows` of this endpoint, by number; None and a dummy where it has
+    none (train-7)."""
     for first in range(0, count, engine.dp_ranks):
         number = first + engine.dp_rank
         dealt = number < count
-        yield number if dealt else None, await queue.rows.call_one(batch_id, number if dealt else 0)
+        yield number if dealt else None, await rows.call_one(batch_id, number if dealt else 0)
 
 
 def _untrained(packed: "PackedRows") -> "PackedRows":

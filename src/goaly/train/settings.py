@@ -219,13 +219,17 @@ class TrainerSettings(RanksSettings):
 
 
 class ReferenceSettings(RanksSettings):
-    """The model of the KL term, which is not trained; it is started only if the loss or the advantages use it."""
+    """The model of the KL term and the teacher of `loss.distill`, which is not trained; it is started only if the loss
+    or the advantages use it."""
 
     path: str | None = None
     """A Hugging Face folder; null is the model that training starts from."""
     refresh_every: PositiveInt | None = None
     """Steps between two copies of the policy's weights to the reference; null never copies. Each copy is also in the
     run folder."""
+    average: ShareBelowOne | None = None
+    """Share of the reference that stays at each of these copies, so that it is an exponential moving average of the
+    policy; null copies the policy as it is."""
     offload: bool = False
     """Keep the parameters in CPU memory and copy one block at a time to the GPU in each pass. Set it if the reference
     does not fit into GPU memory beside other models. Needs a GPU."""
@@ -242,6 +246,8 @@ class ReferenceSettings(RanksSettings):
     def _problems(self, at: Section) -> Iterator[str]:
         yield from super()._problems(at)
         yield from folder_problems(self.path, at)
+        if self.refresh_every is None:
+            yield from at.idle(f"{at}refresh_every is null", "average")
         if self.refresh_every is not None and self.path is not None:
             yield f"{at.path}: must be null where {at}refresh_every is set: the reference is then an earlier policy"
 

@@ -2,6 +2,7 @@
 with the sampler's. Its base and their invariants are in `model_engine.py`."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from goaly.losses.value_loss import ValueLoss
 from goaly.models.definition import versioned_tensors
 from goaly.models.settings import ModelSettings
 from goaly.train.earlier_policies import EarlierPolicies
+from goaly.train.microbatch import Microbatch
 from goaly.train.model_engine import ModelEngine
 from goaly.train.parity_check import ParityCheck
 from goaly.train.settings import TrainerSettings
-from goaly.trajectory import EXPERT_CHOICES, PackedRows, TensorDict
+from goaly.trajectory import EXPERT_CHOICES, LATER_TOP, TOP_TOKENS, PackedRows, TensorDict
 
 
 class TrainEngine(ModelEngine):
@@ -38,6 +40,8 @@ class TrainEngine(ModelEngine):
 
         super().__init__(model, settings, LOGPROBS, trains=trains, offload=offload)
         self._check = self._used = None
+        self._top_k = 0
+        """The most likely tokens that the next pass finds at each place."""
         if model.numerics == "bitwise":
             self._check = ParityCheck(settings.ranks, settings.tp, reports=self.leads)
         live = versioned_tensors(self._model) | {"steps_done": self._steps_done}
@@ -88,6 +92,35 @@ class TrainEngine(ModelEngine):
     def logprobs(self, rows: TensorDict) -> Tensor:
         """Log-probs `[R, L]` f32 of the trained tokens; 0 at all others."""
         return self.column(rows)
+
+    @torch.no_grad()
+    def judgement(self, rows: TensorDict, top_k: int = 0) -> dict[str, Tensor]:
+        """As a teacher: the columns `[R, L]` and `[R, L, K]` of its log-probs of the trained tokens of these rows, and
+        of its `top_k` most likely tokens with theirs."""
+        keys = ("teacher_logprobs", *(LATER_TOP if top_k else ()))
+        sizes = {key: (*rows.batch_size, *([top_k] if key in LATER_TOP else [])) for key in keys}
+        columns = {key: torch.zeros(size) for key, size in sizes.items()}
+        first = 0
+
+        def keep(batch: Microbatch, outputs: tuple[Tensor, ...]) -> None:
+            nonlocal first
+            cells_P = batch.cells_P.cpu() + first * rows.batch_size[1]
+            for column, output in zip(columns.values(), (outputs[0], *outputs[2:]), strict=True):
+                column.flatten(0, 1)[cells_P] = output.float().cpu()
+            first += self.settings.microbatch_rows
+
+        self._top_k = top_k
+        try:
+            self._pass_through(rows.split(self.settings.microbatch_rows), keep)
+        finally:
+            self._top_k = 0
+        found = self._pipeline.from_last(columns)
+        return {key: column.to(LATER_TOP.get(key, column.dtype)) for key, column in found.items()}
+
+    def _more(self, part: Microbatch) -> dict[str, Any]:
+        if self._top_k:
+            return {"top_k": self._top_k}
+        return {"others_PK": part.columns[TOP_TOKENS].long()} if TOP_TOKENS in part.columns else {}
 
     def effect_of_replay(self, rows: TensorDict) -> dict[str, float]:
         """The policy's divergence from the sampler at the first microbatch's tokens, with the sampler's choices of

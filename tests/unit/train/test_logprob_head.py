@@ -96,3 +96,53 @@ def test_in_bfloat16_on_a_cpu_only_the_gradients_are_rounded_and_once():
         torch.testing.assert_close(mine.double(), true, atol=1e-4, rtol=1e-5)
     for mine, true in zip(ours[2:], exact[2:], strict=True):
         torch.testing.assert_close(mine.double().view_as(true), true, atol=1e-4, rtol=2**-8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tokens=st.integers(1, 30),
+    chunk=st.integers(1, 40),
+    vocabulary=st.integers(4, 30),
+    temperature=st.sampled_from([1.0, 0.7]),
+    top_k=st.integers(1, 4),
+)
+def test_a_teachers_top_tokens_have_the_log_probs_and_gradients_of_a_plain_log_softmax(
+    tokens: int, chunk: int, vocabulary: int, temperature: float, top_k: int
+):
+    generator = torch.Generator().manual_seed(tokens + 100 * chunk)
+    teacher, made = head(vocabulary, 8, seed=1), head(vocabulary, 8)
+    hidden = torch.randn(1, tokens, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    where = torch.arange(tokens)
+    given = where, targets, chunk, temperature
+    logprobs, entropies, top, top_logprobs = teacher(hidden, *given, top_k=top_k)
+    torch.testing.assert_close((logprobs, entropies), teacher(hidden, *given), atol=0, rtol=0)
+    full = (hidden[0] @ teacher.weight.t() / temperature).log_softmax(-1)
+    torch.testing.assert_close(top_logprobs, full.topk(top_k, -1).values.detach(), atol=2e-5, rtol=1e-4)
+    assert not top_logprobs.requires_grad
+
+    weights = torch.randn(tokens, 2 + top_k, generator=generator)
+    others = top.long()
+    logprobs, entropies, of_top = made(hidden, *given, others_PK=others)
+    torch.testing.assert_close((logprobs, entropies), made(hidden, *given), atol=0, rtol=0)
+
+    def results(logprobs, entropies, of_top):
+        total = (weights * torch.cat([logprobs[:, None], entropies[:, None], of_top], 1)).sum()
+        return logprobs.detach(), of_top.detach(), *torch.autograd.grad(total, (hidden, made.weight))
+
+    ours = results(logprobs, entropies, of_top)
+    full = (hidden[0] @ made.weight.t() / temperature).log_softmax(-1)
+    plain = results(full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(1), full.gather(1, others))
+    for mine, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_no_tensor_of_all_tokens_times_the_vocabulary_exists_for_a_teacher_and_its_student():
+    tokens, vocabulary, width, chunk, top_k = 512, 300, 4, 32, 8
+    hidden = torch.randn(1, tokens, width, requires_grad=True)
+    given = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64), chunk, 1.0
+    with LargestTensor() as seen:
+        *_, top, _ = head(vocabulary, width)(hidden, *given, top_k=top_k)
+        *_, of_top = head(vocabulary, width)(hidden, *given, others_PK=top.long())
+        of_top.sum().backward()
+    assert seen.elements <= chunk * vocabulary

@@ -11,7 +11,7 @@ Demonstrations may forget carries. A policy that imitates a teacher who forgets 
 answer, so that RL can't succeed by sharpening alone.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 
 from goaly.prompts.prompt import SPLIT_KEY, Message, Prompt
@@ -44,7 +44,8 @@ class Arithmetic:
 
     def demonstration(self, prompt: Prompt, random: Random) -> str:
         """The written-out addition, with the teacher's mistakes."""
-        first, second = prompt.messages[-1].content.removesuffix("=").split("+")
+        question = prompt.messages[-1].content.rpartition(ANSWER_MARK)[2]  # after a hint
+        first, second = question.removesuffix("=").split("+")
         return work_out(first, second, random, self._forgotten_carry_rate)
 
 
@@ -59,6 +60,12 @@ def addition(first: int, second: int) -> Prompt:
         answer=str(first + second),
         metadata={SPLIT_KEY: f"{low}+{high}", "digits": str(max(len(str(first)), len(str(second))))},
     )
+
+
+def hinted(prompt: Prompt) -> Prompt:
+    """The same problem with its answer and a bar before the question."""
+    question = prompt.messages[-1]
+    return replace(prompt, messages=(replace(question, content=f"{prompt.answer}{ANSWER_MARK}{question.content}"),))
 
 
 def work_out(first: str, second: str, random: Random | None = None, forgotten_carry_rate: float = 0.0) -> str:
