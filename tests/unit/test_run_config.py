@@ -136,7 +136,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
         ("backlog.window=3", "backlog.order is completion", ["backlog.order=completion"]),
         ("backlog.max_length_weight=9.0", "backlog.length_correction is none", []),
         ("backlog.max_no_signal_share=0.5", "backlog.dynamic_sampling is off", []),
-        ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0", []),
+        ("reference.threads=2", "loss.kl_coef and advantages.kl_coef are 0 and loss.distill is null", []),
         ("loss.max_age=3", "backlog bounds the age of tokens to 3 versions", []),
         (
             "loss.kl_coef=0.1",
@@ -144,7 +144,7 @@ ONE_STEP = "with loss.proximal=trainer and trainer.minibatches=1 the ratio is 1"
             ["reference.refresh_every=1"],
         ),
         ("advantages.overlong.limit=266", "a sequence has at most 256 tokens", ["advantages.overlong.buffer=10"]),
-        ("hosts.bind.reference=[0]", "loss.kl_coef and advantages.kl_coef are 0", []),
+        ("hosts.bind.reference=[0]", "loss.kl_coef and advantages.kl_coef are 0 and loss.distill is null", []),
         ("hosts.bind.critic=[0]", "critic is null", []),
         (
             "trainer.schedule.min_lr_factor=0.2",

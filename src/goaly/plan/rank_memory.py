@@ -20,7 +20,7 @@ from goaly.plan.parallelism import Parallelism
 from goaly.plan.pass_memory import PassMemory, trace
 from goaly.plan.run_config import RunConfig
 from goaly.train.settings import TrainerSettings
-from goaly.trajectory import LATER, REQUIRED
+from goaly.trajectory import LATER, LATER_TOP, REQUIRED
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -98,7 +98,10 @@ def samples_bytes(config: RunConfig, shape: Architecture) -> float:
     """The bytes of all samples that wait for training, are trained, or are still generated, if each has all tokens that
     it may have."""
     backlog = config.backlog
-    columns = sum(one.itemsize for one in (*REQUIRED.values(), *LATER.values()))
+    columns = sum(one.itemsize for key, one in (REQUIRED | LATER).items() if key != "teacher_logprobs")
+    if (distill := config.loss.distill) is not None:
+        columns += LATER["teacher_logprobs"].itemsize
+        columns += sum(one.itemsize for one in LATER_TOP.values()) * distill.top_k * distill.uses_top
     groups = (backlog.max_staleness + 2) * backlog.groups_per_step
     tokens = groups * backlog.group_size * config.max_context
     return tokens * (columns + choices_bytes(config, shape))
