@@ -28,18 +28,50 @@ def with_canary(source: str, tests: list[str], chance: Random) -> tuple[str, str
         body = []
     definitions = [node for node in body if isinstance(node, Function | ast.ClassDef)]
     copies = [node for node in definitions if isinstance(node, Function) and _can_be_copied(node, tests, lines)]
-    failing = _failing(chance)
     places = [_first_line(node) for node in definitions]
     if copies:
         node = chance.choice(copies)
-        text = "\n".join(lines[_first_line(node) : node.end_lineno])
-        text = re.sub(rf"\bdef\s+{node.name}\b", f"def {name}", text, count=1)
-        text += "".join(f"\n{' ' * node.body[0].col_offset}{line}" for line in failing)
+        text = _copy(node, name, lines, chance)
         places = [place for place in places if place > node.lineno]
     else:
-        text = f"def {name}():" + "".join(f"\n    {line}" for line in failing)
+        text = f"def {name}():" + "".join(f"\n    {line}" for line in _failing(chance))
     at = chance.choice([*places, len(lines)])
     return "\n".join([*lines[:at], "", "", *text.split("\n"), "", "", *lines[at:]]), name
+
+
+def with_canary_method(source: str, tests: list[str], chance: Random) -> tuple[str, str]:
+    """The same for a file of unittest: the canary is a method, `CLASS::NAME`, of a class of which tests are expected,
+    or of a class of its own. `tests` are `CLASS::NAME`, too."""
+    name, lines = _name(source, tests, chance), source.split("\n")
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        body = []
+    copies = [
+        (one, node)
+        for one in body
+        if isinstance(one, ast.ClassDef)
+        for node in one.body
+        if isinstance(node, Function)
+        if f"{one.name}::{node.name}" in tests and _can_be_copied(node, [node.name], lines)
+    ]
+    if not copies:
+        kind = "".join(word.title() for word in name.split("_")[1:]) + "Tests"
+        failing = "".join(f"\n        {line}" for line in _failing(chance))
+        text = f"import unittest\n\n\nclass {kind}(unittest.TestCase):\n    def {name}(self):{failing}\n"
+        return "\n".join([*lines, "", "", text]), f"{kind}::{name}"
+    one, node = chance.choice(copies)
+    places = [_first_line(other) for other in one.body if isinstance(other, Function) and other.lineno > node.lineno]
+    at = chance.choice([*places, one.end_lineno or len(lines)])
+    text = [*_copy(node, name, lines, chance).split("\n"), ""]
+    return "\n".join([*lines[:at], "", *text, *lines[at:]]), f"{one.name}::{name}"
+
+
+def _copy(node: Function, name: str, lines: list[str], chance: Random) -> str:
+    """The lines of a test under another name, with one more that fails."""
+    text = "\n".join(lines[_first_line(node) : node.end_lineno])
+    text = re.sub(rf"\bdef\s+{node.name}\b", f"def {name}", text, count=1)
+    return text + "".join(f"\n{' ' * node.body[0].col_offset}{line}" for line in _failing(chance))
 
 
 def _can_be_copied(node: Function, tests: list[str], lines: list[str]) -> bool:

@@ -17,10 +17,11 @@ from typing import Final
 from goaly.grading.file_tree import LINK, PLAIN, File
 from goaly.grading.patch_reader import PatchProblem
 from goaly.grading.preparation import CleanState
-from goaly.grading.pytest_report import SuiteRun, judged, read_report
+from goaly.grading.published_ids import DJANGO_TESTS
 from goaly.grading.python_with_pytest import RUNNER
 from goaly.grading.suite_files import suite_files
-from goaly.grading.task import CodingTask, Grade, GradingFailed, TestScript, TestSuite
+from goaly.grading.suite_report import SuiteRun, judged, read_report
+from goaly.grading.task import CodingTask, Grade, GradingFailed, Runner, TestScript, TestSuite
 from goaly.sandboxes.contract import CommandResult, Entry
 from goaly.sandboxes.sandbox import Sandbox
 
@@ -76,26 +77,27 @@ class Grader:
 
     async def suite(self, suite: TestSuite, changed: Mapping[str, File | None]) -> Grade:
         """Run the suite as another user than the owner of the files."""
-        if self.clean.tools.python is None:
+        tools, workdir = self.clean.tools, self.task.workdir
+        python = tools.python if suite.runner == "pytest" else tools.own_python
+        if python is None:
             raise GradingFailed(f"task {self.task.id}: its sandbox has no Python")
         files = suite_files(self.clean.tree, changed, suite, Random(SystemRandom().getrandbits(64)))
         settings = f".pytest-{secrets.token_hex(8)}.ini"
         await self.lay({**files.changes, settings: File(PLAIN, files.settings.encode())})
-        ids = (*suite.fail_to_pass, *suite.pass_to_pass)
-        run = SuiteRun(wanted=(*ids, *files.canaries.values()), canaries=files.canaries)
+        run = SuiteRun(ids=files.ids, canaries=files.canaries, runner=suite.runner)
         environment = {**self.clean.spec.environment, **SUITE_ENVIRONMENT}
         job = run.job(
-            workdir=self.task.workdir,
+            workdir=workdir,
             files=files.test_files,
             own_files=files.own_files,
             settings=settings,
-            paths=_paths(self.task.workdir, environment.get("PYTHONPATH", "")),
-            plugins=self.clean.tools.plugins,
+            paths=_paths(suite.runner, workdir, environment.get("PYTHONPATH", "")),
+            plugins=tools.plugins,
             pytest_settings=files.settings,
         )
-        result = await self.run([self.clean.tools.python, "-I", "-B", RUNNER], job, environment, self.tester)
+        result = await self.run([python, "-I", "-B", RUNNER], job, environment, self.tester)
         report = read_report(run, result)
-        outcomes, resolved = judged(suite, report)
+        outcomes, resolved = judged(suite, run, report)
         return Grade(
             score=float(resolved),
             resolved=resolved,
@@ -159,9 +161,10 @@ def _is_link(new: File, old: File) -> bool:
     return LINK in (new.mode, old.mode)
 
 
-def _paths(workdir: str, python_path: str) -> list[str]:
-    """Folders of modules, as `python -m pytest` in the workdir has them."""
-    return [one if one.startswith("/") else f"{workdir}/{one}" for one in python_path.split(":") if one] + [workdir]
+def _paths(runner: Runner, workdir: str, python_path: str) -> list[str]:
+    """Folders of modules, as `python -m pytest` or the script of a suite has them."""
+    given = [one if one.startswith("/") else f"{workdir}/{one}" for one in python_path.split(":") if one]
+    return [*([f"{workdir}/{DJANGO_TESTS}"] if runner == "django" else []), *given, workdir]
 
 
 def _log(result: CommandResult) -> str:

@@ -18,6 +18,7 @@ from goaly.sandboxes.sandbox import DEFAULTS, Sandbox, SandboxHost
 
 RUNNER: Final = f"{FOLDER}/suite_runner.py"
 """The program that runs suites, in sandboxes."""
+RUNNERS: Final = ("suite_runner.py", "django_runner.py", "sympy_runner.py")
 PROBE: Final = """
 import json, sys
 try:
@@ -39,6 +40,8 @@ class Toolbox:
     snapshot: FileSnapshot
     python: str | None
     """The interpreter that has pytest; None if there is no Python."""
+    own_python: str | None = None
+    """The first interpreter in PATH, of any version and with pytest or without."""
     plugins: tuple[str, ...] = ()
     """Modules of pytest plugins that are installed there."""
     path: str = DEFAULTS["PATH"]
@@ -51,18 +54,22 @@ async def find_tools(host: SandboxHost, spec: SandboxSpec, files: Mapping[str, s
     try:
         for inside, outside in files.items():
             await _lay_files(sandbox, Path(outside), inside)
-        program = Path(__file__).with_name("suite_runner.py").read_bytes()
-        await sandbox.write(RUNNER, program)
+        for name in RUNNERS:
+            await sandbox.write(f"{FOLDER}/{name}", Path(__file__).with_name(name).read_bytes())
         path = spec.environment.get("PATH", DEFAULTS["PATH"])
         found: tuple[str, tuple[int, int]] | None = None
+        own: str | None = None
         for name in ("python", "python3", OWN_PYTHON):
             result = await sandbox.run([name, "-c", PROBE], env=spec.environment)
             if not result.ok:
                 continue
             python, (major, minor), pytest, plugins = json.loads(result.stdout.text())
+            own = own or python
             if pytest:
                 modules = tuple(value.partition(":")[0] for _, value in plugins)
-                return Toolbox(snapshot=await sandbox.snapshot(), python=python, plugins=modules, path=path)
+                return Toolbox(
+                    snapshot=await sandbox.snapshot(), python=python, own_python=own, plugins=modules, path=path
+                )
             found = found or ((python, (major, minor)) if (major, minor) >= OLDEST else None)
         if found is None and spec.image is None:
             await sandbox.upload(await asyncio.to_thread(own_interpreter), OWN_PREFIX, user=0)
@@ -75,7 +82,8 @@ async def find_tools(host: SandboxHost, spec: SandboxSpec, files: Mapping[str, s
             if not result.ok:
                 raise TaskProblem(f"pytest does not start on {found[0]} of the sandbox: {result.stderr.text()}")
             path = f"{FOLDER}/bin:{path}"
-        return Toolbox(snapshot=await sandbox.snapshot(), python=found and PYTHON, path=path)
+        python = found and PYTHON
+        return Toolbox(snapshot=await sandbox.snapshot(), python=python, own_python=own or python, path=path)
     finally:
         await sandbox.stop()
 

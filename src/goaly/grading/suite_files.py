@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from goaly.grading.canaries import with_canary
+from goaly.grading.canaries import with_canary, with_canary_method
 from goaly.grading.file_tree import PLAIN, File
 from goaly.grading.patch_apply import apply_patch
 from goaly.grading.patch_reader import read_patch
+from goaly.grading.published_ids import report_ids
 from goaly.grading.pytest_settings import SETTINGS_FILES, pytest_settings
 from goaly.grading.task import TestSuite
 
@@ -28,7 +29,9 @@ class SuiteFiles:
     changes: Mapping[str, File | None]
     """Contents by path, None for a deleted file."""
     test_files: tuple[str, ...]
-    """The files that pytest runs."""
+    """The files that run."""
+    ids: Mapping[str, tuple[str, ...]]
+    """The ids in the report of each expected test."""
     canaries: Mapping[str, str]
     """The id of a test that must fail by its file."""
     own_files: tuple[str, ...]
@@ -44,8 +47,9 @@ def suite_files(
     tests = dict(apply_patch(clean, read_patch(suite.patch, most_bytes=1 << 26)))
     for path, contents in suite.files.items():
         tests[path] = File(clean[path].mode if path in clean else PLAIN, contents)
-    ids = (*suite.fail_to_pass, *suite.pass_to_pass)
-    named = dict.fromkeys(one.partition("::")[0] for one in ids)
+    ids = report_ids(suite, {*clean, *tests})
+    reported = [one for found in ids.values() for one in found]
+    named = suite.test_files or tuple(dict.fromkeys(one.partition("::")[0] for one in reported))
     own = _OwnPaths([*tests, *named, *suite.protected])
     changes = {path: file for path, file in changed.items() if path not in own} | tests
     canaries = {}
@@ -55,9 +59,10 @@ def suite_files(
         if file is None:
             continue
         test_files.append(path)
-        names = [one.partition("::")[2].partition("[")[0] for one in ids if one.startswith(f"{path}::")]
+        names = [one.partition("::")[2].partition("[")[0] for one in reported if one.startswith(f"{path}::")]
+        plant = with_canary_method if suite.runner == "django" else with_canary
         try:
-            source, name = with_canary(file.contents.decode(), names, chance)
+            source, name = plant(file.contents.decode(), names, chance)
         except UnicodeDecodeError:
             continue
         changes[path] = File(file.mode, source.encode())
@@ -67,6 +72,7 @@ def suite_files(
     return SuiteFiles(
         changes=changes,
         test_files=tuple(test_files),
+        ids=ids,
         canaries=canaries,
         own_files=tuple(sorted(python)),
         settings=pytest_settings({name: file for name, file in settings.items() if file is not None}),

@@ -1,5 +1,6 @@
 """Runs a suite in a sandbox: `python -I -B suite_runner.py < job`, for Python 3.6 and newer. It is never imported here.
 
+pytest runs the suite, or `django_runner.py` or `sympy_runner.py`, which lie beside this file.
 Its lines on the standard output begin with the job's nonce; what tests print goes to the standard error. What it needs
 for its report is imported and bound before the first line of the graded repository runs.
 """
@@ -182,32 +183,58 @@ def sender(nonce):
     return send
 
 
+class PytestRun:
+    """A run of pytest."""
+
+    def __init__(self, job, send):
+        import unittest
+
+        import pytest
+
+        self.main, self.hookimpl, self.version = pytest.main, pytest.hookimpl, pytest.__version__
+        self.gentle = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+        self.job, self.send = job, send
+
+    def run(self, machinery):
+        """The exit code."""
+        sys.argv = ["pytest"]
+        reporter = Reporter(self.send, self.job["wanted"], machinery, self.gentle)
+        return int(self.main(self.job["arguments"], plugins=[hooks_of(reporter, self.hookimpl)]))
+
+
+def run_of(job, send):
+    """The run of another runner, whose module is beside this one."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    name = job["runner"] + "_runner"
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = spec_from_file_location(name, path)
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Run(job, send)
+
+
 def main():
     job = json.loads(sys.stdin.buffer.read().decode())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     send, leave = sender(job.pop("nonce")), os._exit
     gc.disable()  # nothing of what is imported here ends before the process
-    import unittest
-
-    import pytest
-
+    run = PytestRun(job, send) if job["runner"] == "pytest" else run_of(job, send)
     repository = job["workdir"]
     first = next((n for n, one in enumerate(sys.path) if one.endswith("-packages")), len(sys.path))
     sys.path = PathAfterTheStandardLibrary(sys.path[:first] + job["paths"] + sys.path[first:], first)
     own_files = frozenset(os.path.join(repository, one) for one in job["own_files"])
-    gentle = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
-    reporter = Reporter(send, job["wanted"], Machinery(repository, own_files), gentle)
+    machinery = Machinery(repository, own_files)
     if hasattr(gc, "freeze"):
         gc.freeze()
     gc.enable()
     os.chdir(repository)
-    sys.argv = ["pytest"]
-    send("begin", pytest.__version__)
-    status = pytest.main(job["arguments"], plugins=[hooks_of(reporter, pytest.hookimpl)])
-    send("end", str(int(status)))
+    send("begin", run.version)
+    status = run.run(machinery)
+    send("end", str(status))
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(int(status))
+    leave(status)
 
 
 if __name__ == "__main__":

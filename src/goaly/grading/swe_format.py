@@ -5,7 +5,7 @@ the ids of those that must pass. SWE-smith has no patch of tests: its `patch` pu
 agent finds there, and the solution is its reverse.
 
 A repository comes from a container image (a column of the row, or `swe.image`) or from a folder or archive
-(`swe.repository`). Tests run by pytest; a row of another runner, as those of Django and SymPy have, is refused.
+(`swe.repository`). Tests run by pytest, or by a runner of `RUNNERS`; a row of another runner is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 from goaly.base.config.settings import Section, Settings
 from goaly.base.config.wording import show
 from goaly.grading.patch_reader import read_patch
+from goaly.grading.published_ids import problem_of
 from goaly.grading.reverse_patch import reversed_patch
-from goaly.grading.task import CodingTask, Repository, TaskProblem, TestSuite
+from goaly.grading.task import CodingTask, Repository, Runner, TaskProblem, TestSuite
 from goaly.sandboxes.sandbox import DEFAULTS
 
 IMAGE_COLUMNS = ("docker_image", "image_name", "image")
@@ -48,7 +49,9 @@ OF_OTHERS = {
 }
 """Columns that show another form, and why it is refused."""
 
-_PYTEST_ID = re.compile(r"[^\s:]+\.pyi?::\S.*", re.DOTALL)
+RUNNERS: Mapping[str, Runner] = {"django/django": "django", "sympy/sympy": "sympy"}
+"""The runner of a repository whose test ids are not pytest's."""
+_TEST_FILES = {"django": re.compile(r"tests/.*\.py"), "sympy": re.compile(r"sympy/.*\btest_\w+\.py")}
 _SWE_SMITH = "swesmith"
 
 
@@ -189,14 +192,27 @@ def _tests(record: Mapping[str, Any], at: Any, repo: str, patch: str, test_patch
     if both := sorted(set(fail) & set(keep)):
         raise TaskProblem(f"{at}: `PASS_TO_PASS` has {both[0]!r}, which is in `FAIL_TO_PASS`, too")
     changed = {key: _paths(text, key, at) for key, text in (("patch", patch), ("test_patch", test_patch))}
+    ids = (*fail, *keep)
+    runner = RUNNERS.get(repo, "pytest") if any(problem_of(one, "pytest") for one in ids) else "pytest"
     config = record.get("install_config")
     command = str(config.get("test_cmd") or "") if isinstance(config, Mapping) else ""
-    if command and "pytest" not in command:
+    if command and "pytest" not in command and runner == "pytest":
         raise TaskProblem(f"{at}: its tests run by {command!r}; must run by pytest")
-    for one in (*fail, *keep):
-        if not _PYTEST_ID.fullmatch(one):
-            raise TaskProblem(f"{at}: the test id {one!r} of {repo}: must be pytest's, as tests/test_x.py::test_y")
-    files = {one.partition("::")[0] for one in (*fail, *keep)}
+    for one in ids:
+        if (problem := problem_of(one, runner)) is not None:
+            raise TaskProblem(f"{at}: the test id {one!r} of {repo}: {problem}")
+    if runner != "pytest":
+        files = {path for path in changed["test_patch"] if _TEST_FILES[runner].fullmatch(path)}
+        if not files:
+            raise TaskProblem(f"{at}: `test_patch` changes no file of tests; must name those that {repo}'s runner runs")
+        return TestSuite(
+            fail_to_pass=fail,
+            pass_to_pass=keep,
+            patch=test_patch,
+            runner=runner,
+            test_files=tuple(sorted(files)),
+        )
+    files = {one.partition("::")[0] for one in ids}
     return TestSuite(
         fail_to_pass=fail,
         pass_to_pass=keep,

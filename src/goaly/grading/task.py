@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from goaly.environments.protocol import EnvironmentFailed
 from goaly.sandboxes.contract import Limits
+
+Runner = Literal["pytest", "django", "sympy"]
+"""The program of a suite: pytest, Django's `tests/runtests.py`, or SymPy's, which calls functions."""
 
 
 class TaskProblem(ValueError):
@@ -40,7 +43,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestSuite:
-    """Hidden tests with ids, run by pytest: each id has to end as expected."""
+    """Hidden tests with ids: each id has to end as expected."""
 
     __test__: ClassVar[bool] = False
     """Not a class of tests for pytest."""
@@ -56,6 +59,9 @@ class TestSuite:
     """A patch that brings test files, as SWE-bench publishes them; its files replace the agent's, too."""
     protected: tuple[str, ...] = ()
     """Other files of tests and their configuration that are put back to the base commit's."""
+    runner: Runner = "pytest"
+    test_files: tuple[str, ...] = ()
+    """The files whose tests run, where ids don't begin with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

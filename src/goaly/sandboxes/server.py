@@ -13,6 +13,7 @@ import struct
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,9 @@ from goaly.sandboxes.contract import SandboxUnavailable
 
 SOCKET = "server"
 HELLO_SECONDS = 30
+ENDING = (ConnectionResetError, ConnectionRefusedError, BrokenPipeError)
+"""Errors of a server that is ending: the kernel closes its socket before it gives up the lock of its folder."""
+ENDING_SECONDS = 0.01
 FIRST_ID = 100_000
 """The host's user that is user 0 in every sandbox, if this process is root."""
 
@@ -106,6 +110,7 @@ def connected_to_shared(name: str) -> socket.socket:
     It ends when it has neither clients nor sandboxes. Those of a client that has gone live `seconds_unowned` longer."""
     program = build("sandboxes")
     folder = shared_folder(name)
+    until = time.monotonic() + HELLO_SECONDS
     while True:
         with alone():
             if not is_live(folder):
@@ -114,9 +119,10 @@ def connected_to_shared(name: str) -> socket.socket:
                 _reaped_in_background(_started(program, folder, -1))
         try:
             return connected(folder / SOCKET)
-        except SandboxUnavailable:
-            if is_live(folder):
-                raise  # otherwise its last client has just gone
+        except SandboxUnavailable as error:  # its last client may have just gone
+            if is_live(folder) and not (isinstance(error.__cause__, ENDING) and time.monotonic() < until):
+                raise
+            time.sleep(ENDING_SECONDS)
 
 
 def shared_folder(name: str) -> Path:

@@ -1,11 +1,13 @@
 """Tests that must fail stand among any tests of a file, under a name that pytest collects."""
 
 import ast
+import unittest
 from random import Random
+from typing import Any
 
 import pytest
 
-from goaly.grading.canaries import with_canary
+from goaly.grading.canaries import with_canary, with_canary_method
 
 CLASSES = """import unittest
 
@@ -60,3 +62,52 @@ def test_a_copy_stands_where_the_names_of_its_decorators_are_defined():
         assert name in namespace
         places.add(source.index(f"def {name}(") > source.index("def test_last_values("))
     assert places == {True, False}
+
+
+METHODS = """import unittest
+
+class Base(unittest.TestCase):
+    def test_of_all(self):
+        self.assertTrue(1)
+
+class CartTests(Base):
+    value = 3
+
+    @unittest.skip("later")
+    def test_later(self):
+        pass
+
+    def test_real_values(self):
+        for value in (1, 2):
+            self.assertTrue(value)
+
+    def helper(self):
+        return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "classes"),
+    [
+        (["CartTests::test_real_values", "CartTests::test_later"], {"CartTests"}),
+        (["CartTests::test_later"], None),
+        ([], None),
+    ],
+)
+def test_a_canary_of_unittest_is_a_failing_method_of_an_expected_class_or_of_its_own(tests: list[str], classes):
+    for seed in range(40):
+        source, canary = with_canary_method(METHODS, tests, Random(seed))
+        kind, _, name = canary.partition("::")
+        assert classes is None or kind in classes
+        namespace: dict[str, Any] = {"__name__": "tests_of_cart"}
+        exec(compile(source, "tests.py", "exec"), namespace)
+        assert name in unittest.defaultTestLoader.getTestCaseNames(namespace[kind])
+        result = unittest.TestResult()
+        namespace[kind](name).run(result)
+        assert not result.wasSuccessful()
+        assert result.testsRun == 1
+        for other in tests:
+            kind, _, name = other.partition("::")
+            ended = unittest.TestResult()
+            namespace[kind](name).run(ended)
+            assert ended.wasSuccessful()

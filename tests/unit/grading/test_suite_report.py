@@ -3,13 +3,15 @@
 import pytest
 
 from goaly.grading.file_tree import PLAIN, File
-from goaly.grading.pytest_report import SuiteRun, judged, read_report
 from goaly.grading.pytest_settings import pytest_settings
+from goaly.grading.suite_report import SuiteRun, judged, read_report
 from goaly.grading.task import GradingFailed, TestSuite
 from goaly.sandboxes.contract import CommandResult, Output
 
 SUITE = TestSuite(fail_to_pass=("t.py::a", "t.py::b[x y]"), pass_to_pass=("t.py::c", "t.py::d[1 "))
-RUN = SuiteRun(wanted=(*SUITE.fail_to_pass, *SUITE.pass_to_pass, "t.py::z"), canaries={"t.py": "t.py::z"}, nonce="n")
+RUN = SuiteRun(
+    ids={one: (one,) for one in (*SUITE.fail_to_pass, *SUITE.pass_to_pass)}, canaries={"t.py": "t.py::z"}, nonce="n"
+)
 GOOD = """\
 n begin 9
 n passed t.py::a
@@ -26,7 +28,7 @@ def resolved(lines: str, exit_code: int = 1, omitted: int = 0) -> tuple[bool, st
     stdout = Output(lines.encode(), omitted=omitted)
     result = CommandResult(exit_code=exit_code, stdout=stdout, stderr=Output(b"why"), seconds=1.0)
     report = read_report(RUN, result)
-    return judged(SUITE, report)[1], report.cheated
+    return judged(SUITE, RUN, report)[1], report.cheated
 
 
 def test_a_complete_report_with_a_failed_canary_is_resolved():
