@@ -200,12 +200,24 @@ class SandboxService:
 
     async def snapshot(self, client: Client, held: HeldSandbox) -> str:
         """The name of a snapshot that was made now."""
-        files = await held.sandbox.snapshot()
+        taking = asyncio.ensure_future(held.sandbox.snapshot())
+        try:
+            files = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(lambda taken: self._drop_snapshot(held, taken))
+            raise
         name = secrets.token_hex(16)
         kept = self._snapshots[name] = HeldSnapshot(files)
         kept.owners.add(client)
         held.layers |= set(files.layers)
         return name
+
+    def _drop_snapshot(self, held: HeldSandbox, taken: asyncio.Future[FileSnapshot]) -> None:
+        """Free the layer of a snapshot that its client did not wait for, once the sandbox needs it no more."""
+        if not taken.cancelled() and taken.exception() is None:
+            held.layers |= set(taken.result().layers)
+            self._loose.append(taken.result())
+            self._free_layers()
 
     def forget(self, name: str) -> None:
         """Nobody starts from this snapshot any more."""

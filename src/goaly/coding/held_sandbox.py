@@ -6,6 +6,7 @@ coding-3: nothing runs twice. A worker that takes over adopts the sandbox; one t
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import pickle
@@ -92,7 +93,15 @@ class HeldSandbox:
 
     async def keep_files(self) -> None:
         """Take a snapshot, from which `restart` begins. No process may run."""
-        self._snapshots.append(await self.sandbox.snapshot())
+        taking = asyncio.ensure_future(self.sandbox.snapshot())
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.wait({taking})  # it takes milliseconds, and `__aexit__` forgets it
+            raise
+        finally:
+            if taking.done() and not taking.cancelled() and taking.exception() is None:
+                self._snapshots.append(taking.result())
 
     async def restart(self, death: SandboxDied) -> Sandbox:
         """Another sandbox with the files of the last snapshot, or of the beginning; raises `death` if not safe."""

@@ -90,7 +90,13 @@ class Workspaces:
             await self._forget_old()
 
     async def start(self, task: CodingTask, labels: Mapping[str, str] | None = None) -> Sandbox:
-        """A sandbox in the task's clean state, for an agent."""
+        """A sandbox in the task's clean state, for an agent. The state is prepared again if its server has ended."""
+        try:
+            return await self._start(task, labels)
+        except SnapshotLost:
+            return await self._start(task, labels)
+
+    async def _start(self, task: CodingTask, labels: Mapping[str, str] | None) -> Sandbox:
         async with self.clean(task) as clean:
             return await self.host.start(replace(clean.spec, labels=labels or {}), origin=clean.snapshot)
 

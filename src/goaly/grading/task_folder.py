@@ -32,14 +32,6 @@ def read_task(folder: Path, *, without_ids: bool = False) -> CodingTask:
     return _TaskFolder(folder).task(without_ids)
 
 
-def read_tasks(folder: Path) -> list[CodingTask]:
-    """The tasks of all folders here that have a `task.toml`, in the order of their names."""
-    found = sorted(path.parent for path in folder.glob("*/task.toml"))
-    if not found:
-        raise TaskProblem(f"{folder}: no folder here has a task.toml")
-    return [read_task(one) for one in found]
-
-
 class _TaskFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -25,6 +25,7 @@ from goaly.coding.settings import CodingSettings
 from goaly.coding.task_files import read_prompts
 from goaly.coding.tools import Tools
 from goaly.coding.workspace import Workspaces
+from goaly.environments.protocol import EnvironmentFailed
 from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxSpec
 from goaly.sandboxes.server import shared_folder
 from goaly.sandboxes.settings import SandboxSettings
@@ -112,6 +113,62 @@ async def test_a_program_is_not_started_again(folder: Path):
     chat = await killed(folder, asked(folder, agent="program", command=["sh", "-c", script]))
     assert chat.reward == 1.0
     assert of_kind(chat, "end")[0]["how"] == "submitted"
+
+
+async def test_a_program_whose_sandbox_dies_ends_its_attempt_and_the_next_one_starts_it_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`rollout.episode_retries` makes the next one, with a chat of its own."""
+    killing = Killing(monkeypatch)
+    script = "echo x >> /tmp/log; [ -e /tmp/again ] || sleep 1000; sed -i 's/a . b/a + b/' adder.py"
+    given = asked(folder, agent="program", command=["sh", "-c", script])
+    attempt = asyncio.create_task(attempted(folder / "kept", **given))
+    while "program" not in marks(folder / "kept"):  # noqa: ASYNC110  (a file tells nobody)
+        await asyncio.sleep(0.01)
+    os.kill(killing.held[0].sandbox.pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentFailed):
+        await asyncio.wait_for(attempt, 20)
+    given["settings"]["command"][-1] = script.replace("sleep 1000", "true")
+    chat = await attempted(folder / "again", **given)
+    assert chat.reward == 1.0
+
+
+def marks(file: Path) -> list[str]:
+    return [json.loads(line)[1] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class Slow:
+    """A sandbox whose snapshot takes until it is told."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def snapshot(self) -> str:
+        await self.told.wait()
+        return "snapshot"
+
+    async def stop(self) -> None: ...
+
+
+async def test_a_snapshot_that_is_cancelled_is_forgotten_with_the_sandbox():
+    forgotten = []
+
+    async def forget(snapshot: str) -> None:
+        forgotten.append(snapshot)
+
+    workspaces: Any = SimpleNamespace(host=SimpleNamespace(forget=forget))
+    chat, task = SimpleNamespace(marks={}), SimpleNamespace(id="adding")
+    held = HeldSandbox(workspaces, task, chat, {})  # type: ignore[bad-argument-type]
+    held._sandbox = slow = Slow()  # type: ignore[bad-assignment]
+    taking = asyncio.create_task(held.keep_files())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.sleep(0)
+    slow.told.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    await held.__aexit__(None, None, None)
+    assert forgotten == ["snapshot"]
 
 
 class Killing:
@@ -265,12 +322,12 @@ async def test_a_sandbox_that_is_lost_after_the_last_call_is_replaced_only_where
 async def test_the_time_limit_counts_the_time_in_earlier_workers(folder: Path):
     chat = await attempted(folder / "kept", **asked(folder, REPAIR, SUBMIT))
     assert chat.marks["seconds used"] > 0
-    (folder / "other").write_text('["mark", "seconds used", 21.0]\n')  # the task's limit is 20
+    (folder / "other").write_text('["mark", "seconds used", 121.0]\n')  # the task's limit is 120
     chat = await attempted(folder / "other", **asked(folder, REPAIR, SUBMIT))
     assert [one["how"] for one in of_kind(chat, "end")] == ["seconds"]
 
 
 async def test_the_time_limit_of_a_program_counts_from_its_start(folder: Path):
-    (folder / "kept").write_text(json.dumps(["mark", "program", time.time() - 21.0]) + "\n")
+    (folder / "kept").write_text(json.dumps(["mark", "program", time.time() - 121.0]) + "\n")
     chat = await attempted(folder / "kept", **asked(folder, agent="program", command=["true"]))
     assert [one["how"] for one in of_kind(chat, "end")] == ["seconds"]

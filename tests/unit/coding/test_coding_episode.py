@@ -27,7 +27,7 @@ TOML = """
 problem = "add(2, 3) is 6."
 fail_to_pass = ["tests/test_hidden.py::test_sums"]
 [seconds]
-agent = 20
+agent = 120
 """
 FILES = {
     "task.toml": TOML,

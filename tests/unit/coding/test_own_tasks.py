@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from goaly.coding.grading import grade
+from goaly.coding.task_files import load
 from goaly.coding.workspace import Workspaces
 from goaly.grading.file_tree import FileTree
 from goaly.grading.patch_apply import apply_patch
 from goaly.grading.patch_reader import read_patch
 from goaly.grading.repository_files import repository_files
 from goaly.grading.task import CodingTask, TestSuite
-from goaly.grading.task_folder import read_tasks
 
 FOLDER = Path(__file__).parents[3] / "apps/coding/tasks"
-TASKS = read_tasks(FOLDER)
+TASKS = list(load(FOLDER))
 MOST_BYTES = 1 << 20
 FILES = range(6, 12)
 """How many files the agent finds: of the package, its tests, README.md and pyproject.toml."""

@@ -93,6 +93,38 @@ def test_ids_of_other_runners_are_refused_by_the_instance_and_the_id(id: str) ->
     assert str(caught.value).startswith(f"rows.jsonl, line 3: acme__Shop-12: the test id {id!r} of acme/shop: must be")
 
 
+def patch_of_tests(*paths: str) -> str:
+    return "".join(
+        f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x = 1\n"
+        for path in paths
+    )
+
+
+def test_rows_of_django_and_sympy_run_the_files_of_their_test_patch_by_runners_of_their_own() -> None:
+    made = suite(
+        repo="django/django",
+        test_patch=patch_of_tests("tests/forms/tests.py", "tests/forms/models.py", "tests/forms/a.html", "docs/x.py"),
+        FAIL_TO_PASS=["test_x (forms.tests.FormTests)"],
+        PASS_TO_PASS=["test_y (forms.tests.FormTests.test_y)", "A form has fields."],
+    )
+    assert (made.runner, made.test_files) == ("django", ("tests/forms/models.py", "tests/forms/tests.py"))
+    made = suite(
+        repo="sympy/sympy",
+        test_patch=patch_of_tests("sympy/core/tests/test_a.py", "sympy/core/tests/helper.py", "bin/test_import.py"),
+        FAIL_TO_PASS=["test_x"],
+        PASS_TO_PASS=["test_y"],
+    )
+    assert (made.runner, made.test_files) == ("sympy", ("sympy/core/tests/test_a.py",))
+
+
+def test_a_row_of_sympy_with_ids_of_pytest_runs_by_pytest_and_one_without_test_files_is_refused() -> None:
+    assert suite(repo="sympy/sympy").runner == "pytest"
+    with pytest.raises(TaskProblem, match="the test id 'x y' of sympy/sympy: must be the name of a function"):
+        task(repo="sympy/sympy", FAIL_TO_PASS=["test_x"], PASS_TO_PASS=["x y"])
+    with pytest.raises(TaskProblem, match="`test_patch` changes no file of tests"):
+        task(repo="django/django", test_patch=patch_of_tests("docs/x.py"), PASS_TO_PASS=["A form has fields."])
+
+
 def test_a_command_that_is_not_pytest_is_refused_by_its_name() -> None:
     assert task(install_config={"test_cmd": "pytest -rA --tb=no", "python": "3.9"}).id
     with pytest.raises(TaskProblem, match="'tox -e py'"):

@@ -1,10 +1,12 @@
 """One server of sandboxes for several processes of a host: who has a sandbox, and what is left when they have gone."""
 
 import asyncio
+import fcntl
 import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +17,7 @@ import pytest
 
 from goaly.sandboxes.contract import SandboxDied, SandboxSpec, SandboxUnavailable
 from goaly.sandboxes.namespaces import NamespaceHost, SandboxTicket
-from goaly.sandboxes.server import shared_folder
+from goaly.sandboxes.server import SOCKET, shared_folder
 from goaly.sandboxes.shell import Shell
 from tests.unit.sandboxes.conftest import SMALL, process_ended
 
@@ -119,6 +121,24 @@ async def test_many_processes_start_one_server_and_each_has_names_of_its_own(nam
     seen = [(await sandbox.run("echo alive")).stdout.text() for sandbox in sandboxes]
     assert seen == ["alive\n"] * 8
     await asyncio.gather(*(host.close() for host in opened))
+
+
+async def test_a_client_that_comes_while_the_server_ends_starts_another(name: str):
+    folder = shared_folder(name)
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # the last that an ending server gives up
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
+        ending.bind(str(folder / SOCKET))
+        ending.listen()
+        opening = asyncio.create_task(NamespaceHost.open(shared=name))
+        connection, _ = await asyncio.to_thread(ending.accept)
+        connection.close()
+    await asyncio.sleep(0.1)
+    os.close(lock)
+    host = await asyncio.wait_for(opening, 20)
+    assert (await (await host.start(SandboxSpec(limits=SMALL))).run("echo alive")).stdout.text() == "alive\n"
+    await host.close()
 
 
 async def test_a_client_that_is_killed_leaves_its_sandbox_to_another_and_then_nothing(name: str):
