@@ -144,16 +144,13 @@ class Workspaces:
             self._tools[where] = asyncio.create_task(
                 find_tools(self.host, replace(self._spec(task), environment=path), self._files)
             )
+        finding = self._tools[where]
         try:
-            tools = await asyncio.shield(self._tools[where])
-        except BaseException:
-            if self._tools[where].done():
-                self._tools.pop(where, None)
-            raise
-        try:
-            return await prepare(self.host, task, self._spec(task), tools, self.user)
-        except SnapshotLost:
-            self._tools.pop(where, None)
+            return await prepare(self.host, task, self._spec(task), await asyncio.shield(finding), self.user)
+        except BaseException as error:
+            is_lost = _failed(finding) or isinstance(error, SnapshotLost)
+            if is_lost and self._tools.get(where) is finding:  # or another task has found others
+                del self._tools[where]
             raise
 
     def _spec(self, task: CodingTask) -> SandboxSpec:

@@ -23,8 +23,8 @@ from goaly.sandboxes.contract import SandboxUnavailable
 
 SOCKET = "server"
 HELLO_SECONDS = 30
-ENDING = (ConnectionResetError, ConnectionRefusedError, BrokenPipeError)
-"""Errors of a server that is ending: the kernel closes its socket before it gives up the lock of its folder."""
+ENDING = (FileNotFoundError, ConnectionResetError, ConnectionRefusedError, BrokenPipeError)
+"""Errors of a server that is ending: its socket goes before the lock of its folder."""
 ENDING_SECONDS = 0.01
 FIRST_ID = 100_000
 """The host's user that is user 0 in every sandbox, if this process is root."""

@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,10 @@ from goaly.grading.file_tree import PLAIN, File, FileTree
 from goaly.grading.patch_apply import apply_patch
 from goaly.grading.patch_reader import PatchProblem, read_patch
 from goaly.grading.patch_writer import patch_of
-from goaly.grading.python_with_pytest import find_tools
+from goaly.grading.python_with_pytest import Toolbox, find_tools
 from goaly.grading.repository_files import repository_files
 from goaly.grading.task import CodingTask, Repository, TaskProblem, TaskSeconds, TestSuite
-from goaly.sandboxes.contract import USERS_FOLDERS, Entry, SandboxSpec
+from goaly.sandboxes.contract import USERS_FOLDERS, Entry, SandboxDied, SandboxSpec
 from goaly.sandboxes.namespaces import NamespaceHost
 from goaly.sandboxes.sandbox import Sandbox
 from goaly.sandboxes.settings import SandboxSettings
@@ -81,6 +82,28 @@ async def test_callers_share_one_preparation_and_a_cancelled_one_does_not_stop_i
     assert made[0] == made[1] != ""
     with pytest.raises(asyncio.CancelledError):
         await first
+
+
+async def test_tools_that_could_not_be_laid_are_laid_again_for_all_tasks_that_waited_for_them(
+    host: NamespaceHost, task: CodingTask, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+
+    async def dies_once(*given: Any) -> Toolbox:
+        found.append(None)
+        if len(found) == 1:
+            raise SandboxDied("its server was killed")
+        return await find_tools(*given)
+
+    monkeypatch.setattr("goaly.coding.workspace.find_tools", dies_once)
+    opened = Workspaces(host, SandboxSettings())
+    tasks = [replace(task, id=f"calc{number}") for number in range(3)]
+    ended = await asyncio.gather(*map(opened.start, tasks), return_exceptions=True)
+    assert [type(one) for one in ended] == [SandboxDied] * 3
+    for one in await asyncio.gather(*map(opened.start, tasks)):
+        await one.stop()
+    assert len(found) == 2
+    await opened.close()
 
 
 async def test_the_history_after_the_base_commit_is_gone(workspaces: Workspaces, tmp_path: Path):

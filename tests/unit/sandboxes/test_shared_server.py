@@ -135,6 +135,8 @@ async def test_a_client_that_comes_while_the_server_ends_starts_another(name: st
         connection, _ = await asyncio.to_thread(ending.accept)
         connection.close()
     await asyncio.sleep(0.1)
+    (folder / SOCKET).unlink()
+    await asyncio.sleep(0.1)
     os.close(lock)
     host = await asyncio.wait_for(opening, 20)
     assert (await (await host.start(SandboxSpec(limits=SMALL))).run("echo alive")).stdout.text() == "alive\n"
