@@ -61,7 +61,7 @@ class SandboxPool(SandboxHost):
         self._settings = settings
         memory, disk = (None if gib is None else gib * 1024 for gib in (settings.memory_gib, settings.disk_gib))
         self._admission = Admission(settings.most, memory, disk)
-        self._slots = StartSlots(runtime_folder() / "starts", settings.starts_at_once)
+        self._slots = StartSlots(runtime_folder() / host.slots, settings.starts_at_once)
         self._states: list[WarmState] = []
         """Those asked for lately, the last one last."""
         self._live: dict[Sandbox, RoomRequest] = {}

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 class RemoteHost(SandboxHost):
     """A client of one server or several."""
 
+    slots = "remote-starts"
+
     def __init__(self, settings: RemoteSettings) -> None:
         self._start_seconds = settings.start_seconds
         self._changed = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from goaly.sandboxes.command import Process
 from goaly.sandboxes.contract import CommandResult, Entry, FileSnapshot, Program, SandboxSpec
@@ -149,6 +149,10 @@ class Sandbox(ABC):
 
 class SandboxHost(ABC):
     """Starts sandboxes. They end with its `close`, or with its process."""
+
+    slots: ClassVar[str] = "starts"
+    """The folder of the slots that pace its starts. Hosts that start sandboxes by way of another one have one of their
+    own: the other one may be on this machine, and need slots while they wait for it."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec, *, origin: FileSnapshot | None = None) -> Sandbox:

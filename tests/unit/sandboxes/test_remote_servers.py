@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from goaly.sandboxes.contract import SandboxDied, SandboxFull, SandboxSpec, SandboxUnavailable, SnapshotLost
+from goaly.sandboxes.pool import SandboxPool
 from goaly.sandboxes.remote import RemoteHost
-from goaly.sandboxes.settings import RemoteSettings
+from goaly.sandboxes.settings import PoolSettings, RemoteSettings
 from goaly.sandboxes.shell import Shell
 from tests.unit.sandboxes.conftest import SMALL, RemoteServer, first_process, process_ended
 
@@ -88,6 +89,16 @@ async def test_a_stopped_server_is_lost_after_its_silence_and_usable_when_it_goe
     assert (await (await waiting).run("echo back")).stdout.text() == "back\n"
     assert (await (await host.adopt(box.ticket)).run("ps -eo args | grep -c '[s]leep 1000'")).stdout.text() == "0\n"
     await host.close()
+
+
+async def test_a_server_on_its_clients_host_starts_sandboxes_while_all_slots_of_clients_wait_for_it(started: Started):
+    server, settings = started("sandboxes=64"), PoolSettings(most=40)
+    pool = SandboxPool(await opened(server), settings)
+    boxes = await asyncio.wait_for(
+        asyncio.gather(*(pool.start(SPEC) for _ in range(2 * settings.starts_at_once + 1))), 120
+    )
+    assert (await boxes[-1].run("echo alive")).stdout.text() == "alive\n"
+    await pool.close()
 
 
 async def test_forks_go_to_the_server_that_has_the_snapshot_and_are_refused_when_it_is_lost(started: Started):
@@ -209,8 +220,9 @@ async def test_no_server_is_an_error_that_names_each(started: Started):
 CLIENT = """
 import asyncio, sys
 from goaly.sandboxes.contract import Limits, SandboxSpec
+from goaly.sandboxes.pool import SandboxPool
 from goaly.sandboxes.remote import RemoteHost
-from goaly.sandboxes.settings import RemoteSettings
+from goaly.sandboxes.settings import PoolSettings, RemoteSettings
 
 async def main():
     host = await RemoteHost.open(RemoteSettings(servers=(sys.argv[1],)))
