@@ -113,14 +113,18 @@ class HeldSandbox:
         self._chat.mark(USED, round(self.used_before + time.monotonic() - self._began, 3))
 
     async def _replace(self, death: SandboxError) -> None:
-        self._restarts += 1
-        if not self._task.safe_to_repeat or self._restarts > MOST_RESTARTS:
-            raise death
-        logger.warning("a sandbox of task %s is replaced: %s", self._task.id, death)
-        self.behind = death
-        if self._sandbox is not None:
-            await self._sandbox.stop()
-        await self._start()
+        while True:
+            self._restarts += 1
+            if not self._task.safe_to_repeat or self._restarts > MOST_RESTARTS:
+                raise death
+            logger.warning("a sandbox of task %s is replaced: %s", self._task.id, death)
+            self.behind = death
+            if self._sandbox is not None:
+                await self._sandbox.stop()
+            try:
+                return await self._start()
+            except SandboxDied as error:  # the server was lost again
+                death = error
 
     async def _start(self) -> None:
         workspaces = self._workspaces

@@ -25,7 +25,7 @@ from goaly.grading.patch_writer import patch_of
 from goaly.grading.preparation import AGENT, CleanState, prepare
 from goaly.grading.python_with_pytest import Toolbox, find_tools
 from goaly.grading.task import CodingTask
-from goaly.sandboxes.contract import Entry, SandboxError, SandboxSpec, SnapshotLost
+from goaly.sandboxes.contract import Entry, SandboxDied, SandboxError, SandboxSpec, SnapshotLost
 from goaly.sandboxes.sandbox import Sandbox, SandboxHost
 from goaly.sandboxes.settings import SandboxSettings
 
@@ -134,7 +134,7 @@ class Workspaces:
     async def _prepare(self, task: CodingTask) -> CleanState:
         try:
             return await self._prepare_once(task)
-        except SnapshotLost:  # the server of the tools has ended; they are laid in again
+        except (SnapshotLost, SandboxDied):  # its server has ended, or that of the tools, which are laid in again
             return await self._prepare_once(task)
 
     async def _prepare_once(self, task: CodingTask) -> CleanState:

@@ -84,7 +84,7 @@ async def test_callers_share_one_preparation_and_a_cancelled_one_does_not_stop_i
         await first
 
 
-async def test_tools_that_could_not_be_laid_are_laid_again_for_all_tasks_that_waited_for_them(
+async def test_tools_whose_sandbox_died_are_laid_again_once_for_all_tasks_that_waited_for_them(
     host: NamespaceHost, task: CodingTask, monkeypatch: pytest.MonkeyPatch
 ):
     found = []
@@ -98,8 +98,6 @@ async def test_tools_that_could_not_be_laid_are_laid_again_for_all_tasks_that_wa
     monkeypatch.setattr("goaly.coding.workspace.find_tools", dies_once)
     opened = Workspaces(host, SandboxSettings())
     tasks = [replace(task, id=f"calc{number}") for number in range(3)]
-    ended = await asyncio.gather(*map(opened.start, tasks), return_exceptions=True)
-    assert [type(one) for one in ended] == [SandboxDied] * 3
     for one in await asyncio.gather(*map(opened.start, tasks)):
         await one.stop()
     assert len(found) == 2
