@@ -22,7 +22,7 @@ def tests_of(suite):
             yield one
 
 
-class Run:
+class DjangoRun:
     """One run; it has to be made before the classes of unittest are watched."""
 
     version = "unittest of Python {}.{}".format(*sys.version_info)

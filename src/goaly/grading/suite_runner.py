@@ -206,12 +206,12 @@ def run_of(job, send):
     """The run of another runner, whose module is beside this one."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    name = job["runner"] + "_runner"
+    name, kind = {"django": ("django_runner", "DjangoRun"), "sympy": ("sympy_runner", "SymPyRun")}[job["runner"]]
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
     spec = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Run(job, send)
+    return getattr(module, kind)(job, send)
 
 
 def main():

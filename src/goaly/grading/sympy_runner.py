@@ -16,7 +16,7 @@ NOT_TRIED = ("Skipped", "XFail")
 """Exceptions of SymPy's for a test that was skipped, or failed as expected."""
 
 
-class Run:
+class SymPyRun:
     """One run of the files."""
 
     version = "functions of Python {}.{}".format(*sys.version_info)
