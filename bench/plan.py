@@ -32,7 +32,7 @@ from apps.grpo.main import train
 from bench.loop import measure_arm, room_for
 from bench.report import append, exit_on_terminate, finished, options, show, write
 from bench.tail import EpisodeFunction, drawn, lengths, tail_episode
-from goaly.base.config import load
+from goaly.base.config import RUN_CONFIG, load, to_yaml
 from goaly.models.tiny_model import write_tiny_model
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.prompt import Message, Prompt
@@ -231,6 +231,7 @@ def measured(case: Case, config: RunConfig, place: Path, kind: str) -> Record:
     found = measure_arm(
         config, case.load, episode_of(case.load), case.name, place, train_loop=slow if case.is_slow else train
     )
+    (place / RUN_CONFIG).write_text(to_yaml(config))
     return Record(
         kind=kind,
         name=case.name,
@@ -323,6 +324,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     records = finished(arguments.runs, Record)
+    if not any(one.kind == "run" for one in records):
+        return
     found = numbers(records)
     show({key: value for key, value in found.items() if not isinstance(value, dict)})
     write(arguments.json, {**found, "records": [asdict(one) for one in records]})

@@ -67,15 +67,16 @@ def profile_of_run(folder: Path) -> Profile:
 
 def _training(runs: Sequence[RunRecords]) -> tuple[TrainingTimes, float]:
     """The line of the trainer's steps, and how much busy engines slow it down."""
-    tokens, seconds, shares = [], [], []
-    for run in runs:
+    tokens, seconds, shares, owners = [], [], [], []
+    for owner, run in enumerate(runs):
         busy = Union(answer.at_engine for answer in run.answers)
         for number, work in run.trained.items():
             if number >= WARM_STEPS and number < len(run.steps):
                 tokens.append(run.steps[number]["step/tokens"] / run.run.trainer.fsdp)
                 seconds.append(work.seconds)
                 shares.append(busy.within(work) / work.seconds)
-    fit = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.array(seconds), np.array(shares))
+                owners.append(owner)
+    fit = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.array(seconds), np.array(shares), owners)
     ranks = runs[0].run.trainer
     training = TrainingTimes(
         pp=ranks.pp,
@@ -86,6 +87,7 @@ def _training(runs: Sequence[RunRecords]) -> tuple[TrainingTimes, float]:
         fixed_seconds=fit.weights[0],
         seconds_per_token=max(fit.weights[1], 1e-9),
         spread=fit.spread,
+        uncertainty=fit.uncertainty,
     )
     return training, fit.slowdown
 
@@ -98,9 +100,11 @@ class _Fit:
     slowdown: float
     spread: float
     """Standard deviation of the values around the line, as a share of them."""
+    uncertainty: float
+    """That of whole runs around it."""
 
 
-def _fit(columns: np.ndarray, values: np.ndarray, shares: np.ndarray) -> _Fit:
+def _fit(columns: np.ndarray, values: np.ndarray, shares: np.ndarray, owners: Sequence[int]) -> _Fit:
     """The line `columns @ weights * (1 + (slowdown - 1) * share)` whose relative errors are least; no slowdown where
     shares are too alike to show one."""
     slowdowns = SLOWDOWNS if np.ptp(shares) > LEAST_DIFFERENCE else SLOWDOWNS[:1]
@@ -110,7 +114,11 @@ def _fit(columns: np.ndarray, values: np.ndarray, shares: np.ndarray) -> _Fit:
         weights, error = _positive(scaled)
         tried.append((error, float(slowdown), weights))
     error, slowdown, weights = min(tried, key=lambda one: one[0])
-    return _Fit(weights, slowdown, float(np.sqrt(error / len(values))))
+    spread = float(np.sqrt(error / len(values)))
+    ratios = columns @ np.array(weights) * (1 + (slowdown - 1) * shares) / values
+    by_run = [float(ratios[np.array(owners) == owner].mean()) for owner in sorted(set(owners))]
+    between = statistics.stdev(by_run) if len(by_run) > 1 else 0.0
+    return _Fit(weights, slowdown, spread, min(0.5, max(between, spread / float(np.sqrt(len(values))))))
 
 
 def _positive(scaled: np.ndarray) -> tuple[list[float], float]:
@@ -144,7 +152,7 @@ def _engine(runs: Sequence[RunRecords]) -> tuple[EngineTimes, float]:
             owners.append(owner)
     if not seconds:
         raise ConfigError([f"the runs are too short: none decodes for {STRETCH_SECONDS:g} s after step {WARM_STEPS}"])
-    fit = _fit(np.array(columns), np.array(seconds), np.array(shares))
+    fit = _fit(np.array(columns), np.array(seconds), np.array(shares), owners)
     per_step, per_token, per_request = fit.weights
     settings = runs[0].run.generator
     points = [number for number in POINTS if number < settings.most_running] + [settings.most_running]
@@ -152,10 +160,11 @@ def _engine(runs: Sequence[RunRecords]) -> tuple[EngineTimes, float]:
         tp=settings.tp,
         ep=settings.ep,
         decode=tuple(
-            DecodeRate(running=number, tokens_per_second=number / (per_step + per_token * number)) for number in points
+            DecodeRate(running=number, tokens_per_second=number / max(1e-9, per_step + per_token * number))
+            for number in points
         ),
         seconds_per_request=per_request,
-        uncertainty=min(0.5, fit.spread / np.sqrt(len(seconds))),
+        uncertainty=fit.uncertainty,
     )
     return engine, fit.slowdown
 
@@ -237,10 +246,11 @@ def _updates(runs: Sequence[RunRecords]) -> UpdateTimes:
     pulled = [wait for run in runs for wait in run.pull_seconds()]
     stalls = sum(run.steps[-1]["generator/stall_seconds"] for run in runs)
     updates = sum(run.steps[-1]["generator/updates"] for run in runs)
+    apply_seconds = stalls / max(1.0, updates)
     return UpdateTimes(
         stage_seconds=statistics.median(staged),
-        pull_seconds=statistics.median(pulled) if pulled else 0.0,
-        apply_seconds=stalls / max(1.0, updates),
+        pull_seconds=max(0.0, statistics.median(pulled) - apply_seconds) if pulled else 0.0,
+        apply_seconds=apply_seconds,
     )
 
 
