@@ -16,6 +16,9 @@ from pathlib import Path
 
 from goaly.base.errors import ConfigError
 from goaly.plan.run_evidence import RunEvidence
+from goaly.simulator.forecast import Forecast, simulate
+from goaly.simulator.run_profile import profile_of_run
+from goaly.simulator.run_records import RunRecords
 
 NO_SIGNAL, TRUNCATED, FAILED = 0.5, 0.25, 0.05
 """Shares from which on groups without signal, truncated answers and failures mean that something is broken."""
@@ -28,6 +31,7 @@ REST = 0.25
 AT_ENGINES = 0.5
 """If a smaller share of the episodes under way is at the engines, environments and verifiers have the others."""
 ROOMY = 0.6
+SIMULATED_STEPS = 60
 LEAST_HELP = 0.03
 """A change that saves less of a step is not worth a line."""
 
@@ -180,8 +184,17 @@ def _share_at_engines(run: RunEvidence) -> float:
     return min(1.0, (at_engines + queued) / under_way) if under_way else 1.0
 
 
-def report(run: RunEvidence) -> str:
-    """The advice as text."""
+def forecast_of(folder: Path) -> Forecast | None:
+    """The simulation of this run, with its own records as the profile; None if it has too few of them."""
+    try:
+        run = RunRecords.read(folder).run
+        return simulate(profile_of_run(folder), run.of_steps(SIMULATED_STEPS), seeds=3)
+    except ConfigError:
+        return None
+
+
+def report(run: RunEvidence, forecast: Forecast | None = None) -> str:
+    """The advice as text; with a `forecast` also the effects that it expects."""
     whole = run.step_seconds
     lines = [
         f"{run.name}: {run.steps} steps, {len(run.pairs)} of them compared, {whole:.3g} s a step "
@@ -210,6 +223,10 @@ def report(run: RunEvidence) -> str:
         saved = 100 * (1 - change.seconds / whole)
         effect = f"{change.seconds:.3g} s a step, {saved:.0f} % less" if saved > 0 else "the effect is not known"
         lines.append(f"  {change.settings}: {effect} ({change.why})")
+    if forecast is not None:
+        lines.append(f"the simulator, with this run as its profile, expects {forecast.step_seconds} s a step")
+        gains = sorted(forecast.gains.items(), key=lambda one: -one[1])
+        lines += [f"  {part.change}: {100 * gain:.0f} % less" for part, gain in gains if gain >= LEAST_HELP]
     return "\n".join(lines)
 
 
@@ -219,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     chosen = parser.parse_args(arguments)
     try:
-        sys.stdout.write(report(RunEvidence.of(chosen.run)) + "\n")
+        run = RunEvidence.of(chosen.run)
+        sys.stdout.write(report(run, None if any(broken(run)) else forecast_of(chosen.run)) + "\n")
     except ConfigError as error:
         parser.error(str(error))
 
