@@ -205,13 +205,16 @@ def report(run: RunEvidence, forecast: Forecast | None = None) -> str:
         return "\n".join(lines)
     parts = (run.train_seconds, run.wait_seconds, run.rest_seconds, run.engine_seconds)
     train, wait, rest, engine = (f"{100 * seconds / whole:.0f} %" for seconds in parts)
-    cache = "" if run.cache_use is None else f", {100 * run.cache_use:.0f} % of the cache"
+    at_once = ""
+    if run.running > 0:
+        at_once = f", on {run.running:.3g} requests at once in each of {run.generator.replicas} replicas"
+    if run.cache_use is not None:
+        at_once += f", with {100 * run.cache_use:.0f} % of the cache"
     age, oldest = run.mean("age/mean") or 0.0, run.mean("age/max") or 0.0
     limit = limit_of(run)
     lines += [
         f"  trainer    works for {train} of a step, waits for its batch for {wait}, does other things for {rest}",
-        f"  generator  works for {engine} of a step, on {run.running:.3g} requests at once in each of "
-        f"{run.generator.replicas} replicas{cache}",
+        f"  generator  works for {engine} of a step{at_once}",
         f"  age        {age:.2f} versions on average, {oldest:.1f} at most; "
         f"{run.mean('backlog/running') or 0.0:.1f} groups run and {run.mean('backlog/queued') or 0.0:.1f} wait",
         f"limited by {limit}",

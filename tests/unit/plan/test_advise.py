@@ -142,6 +142,17 @@ def test_a_replaced_generator_and_a_resumed_run_do_not_count_as_work_undone(tmp_
     assert run.engine_seconds == pytest.approx(5.0)
 
 
+def test_a_recorded_run_of_a_coding_agent_was_limited_by_its_trainer():
+    """Two cores, one each for the trainer and the engine; an older run, without some of the metrics."""
+    folder = Path(__file__).parent / "recorded_run"
+    run = RunEvidence.of(folder, now=1795763375.0)
+    assert limit_of(run) is LimitedBy.TRAINER
+    text = report(run)
+    assert "trainer    works for 99 % of a step" in text
+    assert "trainer.fsdp=2" in text
+    assert "requests at once" not in text  # it was not measured
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
