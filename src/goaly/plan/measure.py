@@ -8,12 +8,14 @@ one answer can be sampled here: agents need the log of a run.
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from monarch.actor import ProcMesh, this_host
 
 from goaly.backlog.batch import BatchHandle
+from goaly.base.telemetry import process_logs
 from goaly.generate.connection import Connection
 from goaly.generate.generator import Generator
 from goaly.generate.request import Sampling
@@ -117,6 +120,7 @@ def _begin(threads: int, gpus: range | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if gpus is not None and torch.cuda.is_available():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    process_logs.quiet(Path(tempfile.gettempdir()) / f"goaly-plan-{os.getpid()}.log")
 
 
 async def _join(mesh: ProcMesh) -> None:
