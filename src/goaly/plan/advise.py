@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from goaly.base.errors import ConfigError
-from goaly.plan.run_evidence import RunEvidence
 from goaly.simulator.forecast import Forecast, simulate
+from goaly.simulator.run_evidence import RunEvidence
 from goaly.simulator.run_profile import profile_of_run
 from goaly.simulator.run_records import RunRecords
 

@@ -8,7 +8,7 @@ import pytest
 
 from goaly.base.errors import ConfigError
 from goaly.plan.advise import LimitedBy, broken, changes, limit_of, main, report
-from goaly.plan.run_evidence import RunEvidence
+from goaly.simulator.run_evidence import RunEvidence
 
 pytestmark = pytest.mark.timeout(60)
 
