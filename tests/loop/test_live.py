@@ -15,7 +15,7 @@ from launched import START_SECONDS, LaunchedRun, gone_within
 
 from goaly.live.status import status_text
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 TURNS = 8
 LIVE = [
@@ -41,7 +41,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def address(run: LaunchedRun) -> str:
     """Where it serves, once it answers."""
-    run.wait_for_text("serving at ", START_SECONDS)
+    run.wait_for_text("serving at ", 2 * START_SECONDS)
     return run.text().partition("serving at ")[2].split()[0]
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from goaly.live.collection import HINT
 from goaly.live.turn_samples import LIVE
 from goaly.reward.advantages import Scored
 
@@ -21,13 +22,16 @@ def turn_rewards(batch: Scored) -> list[Tensor]:
         for place, note in enumerate(_turns(sample.notes)):
             reward = float(rewards_T[note["start"] : note["stop"]].sum())
             rewards[number, place] = reward
-            siblings[note["siblings"]].append(reward)
+            if note["by"] != HINT:
+                siblings[note["siblings"]].append(reward)
     found = []
     for number, (sample, rewards_T) in enumerate(zip(batch.samples, batch.rewards, strict=True)):
         values_T = torch.zeros_like(rewards_T)
         for place, note in enumerate(_turns(sample.notes)):
             reward, others = rewards[number, place], siblings[note["siblings"]]
-            if len(others) == 1:
+            if note["by"] == HINT:
+                compared = reward  # a teacher alone judges it
+            elif len(others) == 1:
                 compared = note["baseline"]
             else:
                 compared = reward if len({*others}) == 1 else sum(others) / len(others)  # rounding makes no signal

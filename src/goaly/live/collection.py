@@ -12,7 +12,8 @@ Invariants
         after every change.
     live-22: A turn is in the group of at most one ticket. A ticket that asks again, because its worker died, gets the
         same turns.
-    live-23: A turn without an outcome, or whose judge failed, is never trained, and has no reward.
+    live-23: A turn without an outcome, or whose judge failed, is never trained, and has no reward. One without a reward
+        is trained only by a teacher that sees what was said about it.
     live-24: A collection that applies the records of another one equals it.
 """
 
@@ -24,6 +25,8 @@ from typing import Any
 from goaly.live.baselines import Baselines
 from goaly.live.turn import LiveTurn, Reaction, ReactionKind, TurnEnd, TurnStage
 
+HINT = "hint"
+"""Who judges a turn that is trained by a teacher alone."""
 Record = dict[str, Any]
 """A change of the collection; `json.dumps` writes it."""
 
@@ -38,6 +41,8 @@ class CollectionLimits:
     outcome_seconds: float = 3600.0
     batch_seconds: float = 30.0
     judge_tries: int = 3
+    hints_alone: bool = False
+    """Whether a text that is said about a turn is enough to train it, by a teacher that sees the text."""
     rewards: Mapping[ReactionKind, float] = field(default_factory=dict)
     """The rewards of outcomes that need no judge, by their kinds."""
 
@@ -126,18 +131,17 @@ class Collection:
         at = {"session": found.session, "turn": turn, "at": now}
         self._do({"kind": "outcome", **at, "outcome": outcome.as_record()})
         if reward is not None:
-            self._do({"kind": "judged", **at, "reward": reward, "by": outcome.kind.value, "hint": None})
+            self._do({"kind": "judged", **at, "reward": reward, "by": outcome.kind.value})
+        elif self.limits.hints_alone and (outcome.text or outcome.corrected):
+            self._do({"kind": "judged", **at, "reward": None, "by": HINT})
         return True
 
-    def judge(self, turn: str, reward: float, by: str, now: float, hint: str | None = None) -> bool:
+    def judge(self, turn: str, reward: float, by: str, now: float) -> bool:
         """Give a turn a judge's reward. False if it needs none any more."""
         found = self.turns.get(turn)
         if found is None or found.stage is not TurnStage.HEARD:
             return False
-        self._do(
-            {"kind": "judged", "session": found.session, "turn": turn, "at": now}
-            | {"reward": reward, "by": by, "hint": hint}
-        )
+        self._do({"kind": "judged", "session": found.session, "turn": turn, "at": now} | {"reward": reward, "by": by})
         return True
 
     def judge_failed(self, turn: str) -> None:
@@ -250,7 +254,7 @@ class Collection:
                 turn = self.turns[record["turn"]]
                 since = turn.since if turn.stage is TurnStage.JUDGED else record["at"]
                 self._move(turn, TurnStage.JUDGED, since)
-                turn.reward, turn.by, turn.hint = record["reward"], record["by"], record["hint"]
+                turn.reward, turn.by = record["reward"], record["by"]
             case "given":
                 for name, baseline in record["turns"].items():
                     turn = self.turns[name]
@@ -258,8 +262,8 @@ class Collection:
                     self._move(turn, TurnStage.GIVEN, record["at"])
                     turn.ticket, turn.baseline = record["ticket"], baseline
                     self._by_ticket.setdefault(record["ticket"], []).append(name)
-                    assert turn.reward is not None
-                    self.baselines.learn(turn.key, turn.reward)
+                    if turn.reward is not None:
+                        self.baselines.learn(turn.key, turn.reward)
             case "closed":
                 session = self.sessions[record["session"]]
                 session.closed = record["how"]
@@ -276,7 +280,7 @@ class Collection:
         self._changes = max(self._changes, end["n"] + 1)
         self.recorded += 1
         self.ended[TurnEnd(end["how"])] += 1
-        if "reward" in end:
+        if end.get("reward") is not None:
             self.baselines.learn(end["key"], end["reward"])
 
     def _apply_turn(self, record: Mapping[str, Any]) -> None:
@@ -332,7 +336,8 @@ class Collection:
 
     def _make_room(self) -> None:
         while len(self.turns) > self.limits.most_turns:
-            oldest = next((turn for turn in self.turns.values() if turn.reward is None), None)
+            unjudged = (TurnStage.OPEN, TurnStage.HEARD)
+            oldest = next((turn for turn in self.turns.values() if turn.stage in unjudged), None)
             oldest = oldest or next((turn for turn in self.turns.values() if turn.stage is not TurnStage.GIVEN), None)
             if oldest is None:
                 return

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import field
+from string import Formatter
 from typing import Any, Literal
 
 from goaly.agents.settings import UntrainedSettings
@@ -81,6 +82,30 @@ class LiveJudgeSettings(Settings):
             yield from at.idle(f"{at}kind is {self.kind}", "workers")
 
 
+HINT_FIELDS = ("question", "response", "reaction")
+
+
+class LiveHintSettings(Settings):
+    """What the teacher of `loss.distill` sees before a turn, and the policy did not: what was said about the turn."""
+
+    text: str = "{question}\n\n(An answer to this was: {response}\nWhat followed: {reaction})"
+    """The last message before the answer, as the teacher sees it. `{question}` becomes the message as it was,
+    `{response}` the answer, `{reaction}` the newest text that was said about it: a corrected answer, a reply, a tool's
+    result. Turns without such a text have no hint."""
+
+    def _problems(self, at: Section) -> Iterator[str]:
+        known = ", ".join(f"{{{name}}}" for name in HINT_FIELDS)
+        try:
+            named = {name for _, name, _, _ in Formatter().parse(self.text) if name is not None}
+        except ValueError as error:
+            yield f"{at.text}: {error}; write {{{{ and }}}} for braces"
+            return
+        if unknown := named - {*HINT_FIELDS}:
+            yield f"{at.text}: {{{min(unknown)}}} is unknown; known are {known}"
+        elif "reaction" not in named:
+            yield f"{at.text}: must have {{reaction}}, which the policy did not see"
+
+
 class LiveSettings(Settings):
     """Learning from live traffic: the served requests that are recorded, and how they become training data."""
 
@@ -114,6 +139,9 @@ class LiveSettings(Settings):
     malformed_reward: float | None = -1.0
     """Reward of a turn with a malformed tool call, unless a score says otherwise. Null leaves it to what follows:
     policies then learn to emit calls that cannot be read."""
+    hint: LiveHintSettings | None = None
+    """A hint for the teacher of `loss.distill`; null gives none. With `live.judge.kind=none`, a turn with a hint is
+    trained without a reward, by the teacher alone."""
     judge: LiveJudgeSettings = field(default_factory=LiveJudgeSettings)
     """The judge of turns whose outcome is not a score."""
 
@@ -135,6 +163,8 @@ class LiveSettings(Settings):
             yield f"{root}backlog.groups_per_step: must be 1, with window=1 and order=windowed: a group is a batch"
         if backlog.dynamic_sampling:
             yield f"{root}backlog.dynamic_sampling: must be false: a live batch is not sampled again"
+        if self.hint is not None and config.loss.distill is None:
+            yield f"{root}loss.distill: must be a section where {at}hint is set: its teacher sees the hint"
         if config.moe.replays:
             yield f"{root}moe.routing: must be own: turns are trained in other trajectories than they were sampled in"
 

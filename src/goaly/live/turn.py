@@ -110,10 +110,9 @@ class LiveTurn:
     since: float = 0.0
     """The time at which it came to its stage."""
     reward: float | None = None
+    """None also for a turn that is trained by a teacher alone."""
     by: str = ""
-    """Who gave the reward."""
-    hint: str | None = None
-    """A judge's advice, with which the policy would have answered better."""
+    """Who gave the reward, or `hint` if a teacher alone judges it."""
     failures: int = 0
     """How often the judge failed."""
     ticket: int | None = None

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from goaly.agents.turn import RecordedTurn
+from goaly.generate.finite_logprobs import without_non_finite
 from goaly.generate.request import Finish
+from goaly.live.collection import HINT
+from goaly.live.hints import TeacherSees
 from goaly.live.turn import LiveTurn
 from goaly.trajectory import (
     ENVIRONMENT,
@@ -23,16 +26,21 @@ from goaly.trajectory import (
     TensorDict,
     Trajectory,
     Turn,
-    without_non_finite,
 )
 
 LIVE = "live"
 """The source and environment of live groups, and the kind of their notes."""
 
 
-def group_of(ticket: int, turns: Sequence[tuple[LiveTurn, RecordedTurn]], group_size: int) -> Group:
-    """The group of these turns; the number of episodes that it lacks counts as left."""
-    samples = samples_of(turns)
+def group_of(
+    ticket: int,
+    turns: Sequence[tuple[LiveTurn, RecordedTurn]],
+    group_size: int,
+    sees: TeacherSees = lambda turn, recorded: None,
+) -> Group:
+    """The group of these turns, with what a teacher sees before them; the number of episodes that it lacks counts as
+    left."""
+    samples = samples_of(turns, sees)
     malformed = sum(recorded.malformed for _, recorded in turns)
     return Group(
         ticket=ticket,
@@ -44,7 +52,9 @@ def group_of(ticket: int, turns: Sequence[tuple[LiveTurn, RecordedTurn]], group_
     )
 
 
-def samples_of(turns: Sequence[tuple[LiveTurn, RecordedTurn]]) -> list[Trajectory]:
+def samples_of(
+    turns: Sequence[tuple[LiveTurn, RecordedTurn]], sees: TeacherSees = lambda turn, recorded: None
+) -> list[Trajectory]:
     """The trajectories in which each of these turns is trained once."""
     of_session: dict[str, dict[int, tuple[LiveTurn, RecordedTurn]]] = {}
     for known, recorded in turns:
@@ -56,7 +66,12 @@ def samples_of(turns: Sequence[tuple[LiveTurn, RecordedTurn]]) -> list[Trajector
                 continue
             path = left[number][1].path()
             chosen = {turn.number: left.pop(turn.number)[0] for turn in path if turn.number in left}
-            made.append(_sample(path, chosen, len(made)))
+            sample = _sample(path, chosen, len(made))
+            written = [turn for turn in sample.turns if turn.author == POLICY]
+            for place, turn in enumerate(path):
+                if turn.number in chosen and (context := sees(chosen[turn.number], turn)) is not None:
+                    sample = sample.taught(context, written[place])
+            made.append(sample)
     return made
 
 
@@ -78,12 +93,12 @@ def _sample(path: Sequence[RecordedTurn], chosen: dict[int, LiveTurn], sample_in
         turns.append(Turn(author=POLICY, start=start, stop=stop, calls=calls, malformed=turn.malformed))
         if (known := chosen.get(turn.number)) is None:
             continue
-        assert known.reward is not None, f"turn {known.id} has no reward"  # live-23
+        assert known.reward is not None or known.by == HINT, f"turn {known.id} has no reward"  # live-23
         trained_T[start:stop] = True
         logprobs_T[start:stop], versions_T[start:stop] = turn.logprobs, turn.versions
         if turn.form_weights is not None:
             weights_T[start:stop] = turn.form_weights
-        rewards_T[stop - 1] = known.reward
+        rewards_T[stop - 1] = known.reward or 0.0
         facts = {
             "turn": known.id,
             "key": known.key,

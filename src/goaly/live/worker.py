@@ -27,6 +27,7 @@ from goaly.generate.policy import Policy
 from goaly.generate.request import Sampling
 from goaly.live.collection import CollectionLimits
 from goaly.live.gateway import LiveGateway
+from goaly.live.hints import teacher_sees
 from goaly.live.judges import TurnJudge, VerifierJudge, VotingJudge
 from goaly.live.judging import Judging
 from goaly.live.log import LiveLog
@@ -64,6 +65,7 @@ class LiveWorker(RolloutWorker):
         super().__init__(name, replace(settings, endpoint=None), *episode, sessions=sessions, **worker)
         self._settings = live
         self._group_size: int = worker["group_size"]
+        self._sees = teacher_sees(live.hint, self._chat, worker["max_context"])
         self._folder = sessions.with_name(LIVE_FOLDER)
         self._log = LiveLog(self._folder)
         self._traffic = Traffic(
@@ -136,7 +138,9 @@ class LiveWorker(RolloutWorker):
         """Report the next batch of turns as the group of this ticket."""
         turns = await self._turns_of(ticket)
         await asyncio.to_thread(self._log.durable, {turn.session for turn in turns})  # live-22
-        group = group_of(ticket.index, [(turn, self._traffic.turn(turn.id)) for turn in turns], self._group_size)
+        group = group_of(
+            ticket.index, [(turn, self._traffic.turn(turn.id)) for turn in turns], self._group_size, self._sees
+        )
         try:
             accepted = await self._report(group)
         except Exception as error:
@@ -287,5 +291,6 @@ def limits_of(settings: LiveSettings) -> CollectionLimits:
         outcome_seconds=settings.outcome_seconds,
         batch_seconds=settings.batch_seconds,
         judge_tries=settings.judge.tries,
+        hints_alone=settings.hint is not None and settings.judge.kind == "none",
         rewards={kind: reward for kind, reward in rewards.items() if reward is not None},
     )

@@ -342,3 +342,19 @@ def test_ten_thousand_conversations_with_delays_retries_edits_and_disconnects_tr
     assert {*collection.stages().values()} <= {0, collection.stages()["judged"]}
     assert most <= limits.most_turns
     assert len(trained) > 3000
+
+
+def test_a_text_alone_is_enough_where_a_teacher_sees_it_and_no_reward_is_made_up():
+    """live-23"""
+    collection, log = begun(hints_alone=True)
+    silent, told = added(collection), added(collection)
+    collection.hear(told, Reaction(kind=ReactionKind.REPLY, text="no, 12"), 1.0)
+    assert (collection.turns[told].reward, collection.turns[told].by) == (None, "hint")
+    assert collection.stages()["judged"] == 1
+    given = collection.give(0, 0, 1, 1.0)
+    assert given is not None
+    assert [turn.id for turn in given] == [told]
+    collection.settle(0, TurnEnd.TRAINED)
+    assert collection.baselines.of("key") == 0.0
+    assert silent in collection.turns
+    assert state(read(collection.limits, log.records(), log.write)) == state(collection)

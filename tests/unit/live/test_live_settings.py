@@ -6,7 +6,7 @@ import pytest
 
 from goaly.base.errors import ConfigError
 from goaly.live.keys import keys_of
-from goaly.live.settings import LiveJudgeSettings, LiveSettings
+from goaly.live.settings import LiveHintSettings, LiveJudgeSettings, LiveSettings
 from goaly.live.turn import ReactionKind
 from goaly.live.worker import limits_of
 
@@ -60,3 +60,10 @@ def test_rewards_without_a_value_are_left_to_the_judge():
 def test_an_unknown_judge_is_refused():
     with pytest.raises(ConfigError, match="kind"):
         LiveJudgeSettings(kind="oracle")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{question}", "{reaction}"), ("{reaction} {x}", "{x}"), ("{", "braces")]
+)
+def test_a_hint_that_says_nothing_new_is_refused(text: str, problem: str):
+    assert problem in "\n".join(LiveHintSettings(text=text).problems("live.hint."))

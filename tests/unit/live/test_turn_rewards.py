@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_traffic import ONE, answered, opened, said, user
+from live_traffic import ONE, answered, asked, opened, said, user
 
 from goaly.live.advantages import turn_rewards
 from goaly.live.baselines import PRIOR, Baselines
+from goaly.live.collection import CollectionLimits
+from goaly.live.hints import teacher_sees
+from goaly.live.settings import LiveHintSettings
 from goaly.live.turn import Reaction, ReactionKind
 from goaly.live.turn_samples import samples_of
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -79,3 +82,23 @@ def test_a_baseline_begins_at_zero_and_moves_to_the_mean():
         baselines.learn("app", 1.0)
     assert baselines.of("app") == pytest.approx(1.0, abs=0.01)
     assert baselines.of("other") == 0.0
+
+
+def test_a_turn_that_a_teacher_alone_judges_has_no_advantage_and_a_context(tokenizer: ChatTokenizer, tmp_path: Path):
+    """live-23"""
+    traffic = opened(tokenizer, tmp_path, limits=CollectionLimits(hints_alone=True))
+    answered(traffic, ONE, [user("3+4?")], "8")
+    asked(traffic, ONE, [user("3+4?"), said("8"), user("no, 7")])
+    answered(traffic, ONE, [user("3+4?")], "7")
+    first, second = traffic.collection.turns.values()
+    traffic.collection.hear(second.id, Reaction(kind=ReactionKind.FEEDBACK, score=1.0), 0.0)
+    sees = teacher_sees(LiveHintSettings(text="{reaction}|{question}|{response}"), tokenizer, 1000)
+    samples = samples_of([(turn, traffic.turn(turn.id)) for turn in (first, second)], sees)
+    hinted, scored_alone = turn_rewards(scored(samples))
+    assert (hinted == 0).all()
+    assert set(scored_alone[samples[1].tokens["trained"]].tolist()) == {1.0}
+    ((start, stop, tokens),) = samples[0].teacher_contexts
+    assert samples[0].tokens["trained"][start:stop].all()
+    assert ", 7|3+4?|8" in tokenizer.decode(list(tokens))
+    assert samples[1].teacher_contexts == ()
+    assert teacher_sees(LiveHintSettings(), tokenizer, len(tokens))(first, traffic.turn(first.id)) is None
