@@ -67,7 +67,7 @@ from tests.unit.losses.tokens_by_hand import ABOVE_3
         ),
         (
             dict(rejections=(ABOVE_3, ABOVE_3)),
-            "rejections.1: must differ from earlier rules, one of which is ratio by",
+            "rejections.1: must differ from earlier rules, one of which is ratio by token",
         ),
         (
             dict(importance_floor=0.5),
