@@ -80,17 +80,16 @@ class Order:
         self._open = dict(state)
 
     def _choose(self, count: int) -> list[int] | None:
-        if self._window is None:
-            chosen = [index for index, done in self._open.items() if done][:count]
-            return chosen if len(chosen) == count else None
-        remaining = list(self._open.items())
-        chosen = []
-        while len(chosen) < count:
-            if not remaining:
+        """In one pass: tickets before the oldest running one are taken, so that one is the head of those after it."""
+        chosen: list[int] = []
+        head: int | None = None
+        for index, done in self._open.items():
+            if len(chosen) == count:
+                break
+            if self._window is not None and head is not None and index >= head + self._window:  # backlog-4
                 return None
-            limit = remaining[0][0] + self._window  # backlog-4
-            place = next((at for at, (index, done) in enumerate(remaining) if done and index < limit), None)
-            if place is None:
-                return None
-            chosen.append(remaining.pop(place)[0])
-        return chosen
+            if done:
+                chosen.append(index)
+            elif head is None:
+                head = index
+        return chosen if len(chosen) == count else None

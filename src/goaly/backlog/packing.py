@@ -6,6 +6,7 @@ minibatches, each group is in one of them, and none is empty.
 """
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from goaly.base.errors import SchemaError
 from goaly.trajectory import Row
@@ -43,25 +44,32 @@ def assign(lengths: Sequence[int], row_length: int, ranks: int) -> tuple[tuple[R
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], row_length: int) -> list[Row]:
+    """Each sequence in the first row with room for it. A tree over the rows knows the most room in each half."""
+    leaves = 1 << max(0, len(order) - 1).bit_length()
+    room = [row_length] * (2 * leaves)
     rows: list[list[int]] = []
-    space: list[int] = []
     for place in order:
-        row = next((at for at, free in enumerate(space) if free >= lengths[place]), None)
-        if row is None:
+        at = 1
+        while at < leaves:
+            at *= 2
+            at += room[at] < lengths[place]
+        if at - leaves == len(rows):
             rows.append([])
-            space.append(row_length)
-            row = len(rows) - 1
-        rows[row].append(place)
-        space[row] -= lengths[place]
+        rows[at - leaves].append(place)
+        room[at] -= lengths[place]
+        while at > 1:
+            at //= 2
+            room[at] = max(room[2 * at], room[2 * at + 1])
     return [tuple(row) for row in rows]
 
 
 def _deal(order: Sequence[int], weights: Sequence[int], ranks: int, most: int | None = None) -> list[list[int]]:
+    """Each item to the rank with the least weight so far; of several, the first. A rank gets at most `most` items."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    lightest = [(0, rank) for rank in range(ranks)]
     for item in order:
-        open_ranks = [rank for rank in range(ranks) if most is None or len(shares[rank]) < most]
-        rank = min(open_ranks, key=lambda rank: (loads[rank], rank))
+        load, rank = heappop(lightest)
         shares[rank].append(item)
-        loads[rank] += weights[item]
+        if most is None or len(shares[rank]) < most:
+            heappush(lightest, (load + weights[item], rank))
     return shares

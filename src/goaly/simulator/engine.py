@@ -58,14 +58,17 @@ class Engine:
         speed: float,
         ended: Callable[[Sequence], None],
         busy_changed: Callable[[int], None],
+        changed: "Callable[[Engine], None]",
     ):
         """`speed` is that of this engine as a share of the profile's. `ended` gets each sequence that is complete;
-        `busy_changed` gets 1 when the engine has something to decode, and -1 when it has nothing any more."""
+        `busy_changed` gets 1 when the engine has something to decode, and -1 when it has nothing any more.
+        `changed` gets the engine when it has to be scheduled again."""
         self._clock = clock
         self._pull_seconds = pull_seconds
         self._apply_seconds = apply_seconds
         self._ended = ended
         self._busy_changed = busy_changed
+        self._changed = changed
         most = settings.most_running
         self._step_seconds = [times.step_seconds(max(1, running)) / speed for running in range(most + 1)]
         self._most = most
@@ -99,7 +102,7 @@ class Engine:
         self._applied: list[tuple[float, int]] = [(0.0, 0)]
         """The decode step from which on each version decodes."""
         self._scheduled = 0
-        self.needs_schedule = False
+        self._needs_schedule = False
         self.busy_seconds = 0.0
         self.running_seconds = 0.0
         """The number of running sequences, integrated over time."""
@@ -143,7 +146,7 @@ class Engine:
         """Take so many times as long from now on."""
         self.advance()
         self.slowdown = factor
-        self.needs_schedule = True
+        self._change()
 
     def offer(self, version: int) -> None:
         """Pull and apply this version, unless a newer one comes before the pull begins."""
@@ -179,7 +182,7 @@ class Engine:
 
     def _fill(self) -> None:
         """Start waiting sequences (simulator-1)."""
-        self.needs_schedule = True
+        self._change()
         if self._waits_for_drain is not None:
             return
         while self._waiting and self._count < self._most:
@@ -225,9 +228,14 @@ class Engine:
             if since <= sequence.started:
                 break
 
+    def _change(self) -> None:
+        if not self._needs_schedule:
+            self._needs_schedule = True
+            self._changed(self)
+
     def schedule(self) -> None:
         """Plan the next end of a sequence, or the next preemption."""
-        self.needs_schedule = False
+        self._needs_schedule = False
         self._scheduled += 1
         while self._running and not self._running[0][2].is_running:
             heappop(self._running)
@@ -243,7 +251,7 @@ class Engine:
         if scheduled != self._scheduled:
             return
         self.advance()
-        self.needs_schedule = True
+        self._change()
         ended = []
         limit = self._steps + ROUNDING
         while self._running and (self._running[0][0] <= limit or not self._running[0][2].is_running):

@@ -33,10 +33,12 @@ from goaly.simulator.run_records import RunRecords, SampledAnswer
 WARM_STEPS = 3
 """Steps at the start that say nothing of later ones: caches fill, kernels are compiled."""
 STRETCH_SECONDS = 1.0
-SLOWDOWNS = np.arange(1.0, 2.51, 0.02)
+SLOWDOWNS = np.arange(1.0, 3.01, 0.05)
 """Factors that are tried for how much one side slows the other down."""
-LEAST_DIFFERENCE = 0.2
-"""Where the shares of busy time differ less, they show no slowdown."""
+EXACT = 1e-6
+"""Mean squared error of a line that needs no slowdown."""
+MOST_ERROR = 0.8
+"""A slowdown that leaves a greater share of the squared error is chance: it counts as none."""
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Numbers of running sequences for which the engine's rate is noted."""
 MOST_GROUPS = 500
@@ -106,16 +108,20 @@ class _Fit:
 
 def _fit(columns: np.ndarray, values: np.ndarray, shares: np.ndarray, owners: Sequence[int]) -> _Fit:
     """The line `columns @ weights * (1 + (slowdown - 1) * share)` whose relative errors are least; no slowdown where
-    shares are too alike to show one."""
-    slowdowns = SLOWDOWNS if np.ptp(shares) > LEAST_DIFFERENCE else SLOWDOWNS[:1]
+    it explains little."""
     tried = []
-    for slowdown in slowdowns:
+    for slowdown in SLOWDOWNS:
         scaled = columns * ((1 + (slowdown - 1) * shares) / values)[:, None]
         weights, error = _positive(scaled)
         tried.append((error, float(slowdown), weights))
     error, slowdown, weights = min(tried, key=lambda one: one[0])
+    if error > MOST_ERROR * tried[0][0] or tried[0][0] < EXACT * len(values):
+        error, slowdown, weights = tried[0]
     spread = float(np.sqrt(error / len(values)))
-    ratios = columns @ np.array(weights) * (1 + (slowdown - 1) * shares) / values
+    found = columns @ np.array(weights) * (1 + (slowdown - 1) * shares)
+    level = float(values.sum() / found.sum())  # relative errors draw the line to the lower values
+    weights = [level * weight for weight in weights]
+    ratios = level * found / values
     by_run = [float(ratios[np.array(owners) == owner].mean()) for owner in sorted(set(owners))]
     between = statistics.stdev(by_run) if len(by_run) > 1 else 0.0
     return _Fit(weights, slowdown, spread, min(0.5, max(between, spread / float(np.sqrt(len(values))))))

@@ -109,6 +109,7 @@ class Simulation:
         self._clock = Clock()
         self._draws = EpisodeDraws(profile.episodes, run.backlog.group_size, self._random)
         self._schedule = Schedule(run)
+        self._changed: list[Engine] = []
         speed = self._drawn_speed(times.uncertainty) * speeds.generator
         self._engines = [
             Engine(
@@ -120,6 +121,7 @@ class Simulation:
                 speed=speed,
                 ended=self._answered,
                 busy_changed=self._engine_busy,
+                changed=self._changed.append,
             )
             for _ in range(run.generator.replicas)
         ]
@@ -163,9 +165,8 @@ class Simulation:
         return max(0.05, 1 + float(self._random.standard_normal()) * uncertainty)
 
     def _between(self) -> None:
-        for engine in self._engines:
-            if engine.needs_schedule:
-                engine.schedule()
+        while self._changed:
+            self._changed.pop().schedule()
 
     # collecting
 

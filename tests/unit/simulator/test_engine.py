@@ -13,6 +13,7 @@ class Decoding:
 
     def __init__(self, *, step_seconds=(0.1, 0.1), kv_tokens=None, apply_seconds=0.0, pull_seconds=0.0, **settings):
         self.clock = Clock()
+        self.changed: list[Engine] = []
         rates = tuple(
             DecodeRate(running=number, tokens_per_second=number / seconds)
             for number, seconds in enumerate(step_seconds, 1)
@@ -26,6 +27,7 @@ class Decoding:
             speed=1.0,
             ended=self._end,
             busy_changed=lambda change: None,
+            changed=self.changed.append,
         )
         self.ends: dict[str, float] = {}
         self.answers: dict[str, Sequence] = {}
@@ -39,8 +41,8 @@ class Decoding:
 
     def run(self) -> dict[str, float]:
         def between() -> None:
-            if self.engine.needs_schedule:
-                self.engine.schedule()
+            while self.changed:
+                self.changed.pop().schedule()
             self.most_running = max(self.most_running, self.engine.running)
             self.most_tokens = max(self.most_tokens, self.engine.kv_tokens)
 
