@@ -1,20 +1,17 @@
 """The queue between the collecting and the training loop: asyncio, no I/O. `trajectory_queue.py` is its actor.
 
 Combines admission, ledger, order and batches, and lets callers wait: `admit` until a group may start, `next_batch`
-until the window holds the groups of a step. Every change wakes all waiters; nothing is polled.
-
-Admission bounds every buffer here (backlog-1), so `report` never waits. After `close` every waiter gets None, and
-queued groups and groups that arrive later are rejected. A run with a known number of steps admits no more groups than
-it trains. A group with a trained token older than its ticket allows is refused. With dynamic sampling a group without
-signal is rejected, and another one may start in its place; when too few groups have a signal, every waiter gets the
-error.
+until the window holds the groups of a step. Every change wakes all waiters; nothing is polled. Admission bounds every
+buffer here (backlog-1), so `report` never waits. After `close` every waiter gets None, and queued groups and groups
+that arrive later are rejected. A run with a known number of steps admits no more groups than it trains. A group with a
+trained token older than its ticket allows is refused. With dynamic sampling a group without signal is rejected, and
+another one may start in its place; when too few have a signal, every waiter gets the error.
 
 Invariants
     backlog-6: Batch k is formed from finished groups, in the order of `order.py`, and trained by policy version k.
     backlog-7: Only `admit` and `next_batch` suspend, and neither suspends between the end of its wait and its entry in
         the ledger: a cancelled call has taken nothing.
-    backlog-8: A new queue that replays the recorded events of another one, or loads its saved state, has the same state
-        up to waiting times.
+    backlog-8: A new queue that replays another one's events or loads its state has the same state up to waiting times.
     backlog-9: `restart` admits every ticket without an end once more, and gives every batch that the training loop does
         not have (it has those before `given`) out again, in order, before a new one.
 """
@@ -113,6 +110,11 @@ class GroupQueue:
             return None
         return self._admit_again.popleft() if self._admit_again else self._recorded(self._admit())  # backlog-9
 
+    def tighten(self, max_staleness: int | None) -> None:
+        """Admit groups as with this lower staleness bound from now on; None restores that of the settings."""
+        self._staleness = replace(self._staleness, tightened=max_staleness)  # backlog-14
+        self._wake()
+
     def report(self, end: Group | Dropped) -> bool:
         """Record how a ticket's episodes ended: with a complete group, or without one. False if a group is not trained
         (its ticket or the run has ended, or it has no signal), or if a dropped ticket had ended before."""
@@ -131,7 +133,7 @@ class GroupQueue:
 
     async def next_batch(self) -> BatchHandle | None:
         """The batch of the next step. Waits until its groups are complete; None after `close`."""
-        # Unblocked by `report`, because a group is complete or no longer holds the window back, and by `close`.
+        # Unblocked by `report`, as a group is complete or no longer holds the window back, and by `close`.
         await self._until(lambda: bool(self._give_again) or self._order.ready(self._settings.groups_per_step))
         if self._closed:
             return None
@@ -201,13 +203,10 @@ class GroupQueue:
 
     def restart(self, policy_version: int, given: int | None = None) -> None:
         """Continue after a replay that kept the batches from the trainer's version on. `given`: see backlog-9."""
-        while self._policy_version < policy_version:  # a step was done, but the run ended before it was recorded
-            if self._policy_version not in self._batches:
-                raise ValueError(
-                    f"the trainer is at version {policy_version}, but the log ends at {self._policy_version}"
-                )
-            batch = self._batches[self._policy_version]
-            self._train(self._recorded(Trained(batch=self._policy_version, tickets=batch.tickets)))
+        while (at := self._policy_version) < policy_version:  # a step was done, but is not recorded
+            if at not in self._batches:
+                raise ValueError(f"the trainer is at version {policy_version}, but the log ends at {at}")
+            self._train(self._recorded(Trained(batch=at, tickets=self._batches[at].tickets)))
         self.forget_signals()
         self._waits = QueueWaits()
         self._waits.begin(self._groups)

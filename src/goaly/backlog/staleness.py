@@ -12,6 +12,9 @@ admitted; in FIFO order and without later drops it would be trained by batch `p 
         S = 0. Tickets dropped later only bring p's batch forward, and at most W - 1 later tickets overtake it. Hence
         batch k <= (p + W - 1) // G <= p // G + ceil((W - 1) / G) trains it, and the age is at most k - min_version.
         With S = 0 batch p // G has no other groups to choose from.
+    backlog-14: While admission is tightened to s < S, the same holds with S, since fewer groups are admitted at any
+        moment than without. A ticket that is admitted then is sampled by version p // G - s or a newer one, if the
+        generator has the newest weights; its `min_version` stays that of S, so that a replay gives the same tickets.
 """
 
 from dataclasses import dataclass
@@ -25,10 +28,13 @@ class StalenessBound:
     max_staleness: int
     steps: int | None = None
     """Training steps of the run; None for an endless run."""
+    tightened: int | None = None
+    """A lower bound for admission alone; None is `max_staleness`."""
 
     def admits(self, position: int, policy_version: int) -> bool:
         """Whether a ticket at this position may be admitted now (backlog-1)."""
-        last_step = policy_version + self.max_staleness + 1
+        bound = self.max_staleness if self.tightened is None else min(self.tightened, self.max_staleness)  # backlog-14
+        last_step = policy_version + bound + 1
         if self.steps is not None:
             last_step = min(last_step, self.steps)
         return position < last_step * self.groups_per_step

@@ -72,6 +72,7 @@ class TrajectoryQueue(Actor):
     next_batch = _waiting(GroupQueue.next_batch)
     wait = _immediate(GroupQueue.wait)
     report = _immediate(GroupQueue.report)
+    tighten = _immediate(GroupQueue.tighten)
     rows = _immediate(GroupQueue.rows)
     lessons = _immediate(GroupQueue.lessons)
     annotate = _immediate(GroupQueue.annotate)

@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "telemetry",
     "checkpoint",
     "evaluation",
+    "guard",
     "save",
     "moe.compare_every",
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from goaly.agents.settings import AgentSettings
+from goaly.backlog.guard_settings import GuardSettings
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import RUN_CONFIG, load
 from goaly.base.config.settings import PositiveInt, Section, Settings
@@ -88,6 +89,8 @@ class RunConfig(Settings):
     """Batches, and how far generation runs ahead of training."""
     loss: LossSettings = field(default_factory=LossSettings)
     """Loss that the trainer minimizes."""
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    """Guard against a collapse of the policy."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Processes and optimizer of the trainer."""
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)
@@ -136,8 +139,7 @@ class RunConfig(Settings):
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and an answer that is trained: a generator and a packed row must both hold them. For
-        evaluations it is `generator.max_context`."""
+        """Most tokens of a trained prompt and answer: what a generator and a packed row both hold."""
         return min(self.generator.max_context, self.backlog.row_length)
 
     def absent_files(self, at: Section) -> Iterator[str]:
@@ -226,6 +228,7 @@ class RunConfig(Settings):
             yield from at.rollout.idle(f"{at}loss.distill is null", "hint")
         if self.coding is None:
             yield from at.sandbox.idle(f"{at}coding is null")
+        yield from self.guard.problems_beside(at.guard, at.backlog, self.backlog)
         for role, cores in self.hosts.bind.items():
             if role in absent:
                 yield f"{at}hosts.bind.{role}={cores}: has no effect, {absent[role]}"

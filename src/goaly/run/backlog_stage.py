@@ -53,6 +53,7 @@ class BacklogStage:
         """The records of versions that may not be on disk yet: they are written again if the hub dies."""
         self._hub_of: dict[int, str] = {}
         self._is_closed = False
+        self._tightened: int | None = None
         self._last_counts: dict[str, int] = {}
         self.is_giving_batches = False
         self.waited_seconds = 0.0
@@ -73,6 +74,8 @@ class BacklogStage:
         """Have the queue of a hub that replaces a lost one go on from the log (run-6)."""
         call = hub.queue.open.call_one(self._log, self._trained, self._trainer, self._given, self._published)
         recovered = await ask("queue.open", call)
+        if self._tightened is not None:
+            await ask("queue.tighten", hub.queue.tighten.call_one(self._tightened))
         if self._is_closed:
             await ask("queue.close", hub.queue.close.call_one())
         return recovered
@@ -91,6 +94,11 @@ class BacklogStage:
         """Give out no more tickets and batches, and record no more ends of tickets: a resumed run goes on from here."""
         self._is_closed = True
         self._hub.broadcast(lambda hub: hub.queue.close.broadcast())
+
+    async def tighten(self, max_staleness: int | None) -> None:
+        """Admit groups as with this staleness bound, if it is lower than that of the settings; None restores theirs."""
+        self._tightened = max_staleness
+        await self._ask("tighten", lambda queue: queue.tighten.call_one(max_staleness))
 
     async def durable(self) -> None:
         """Return when all records are on disk."""

@@ -11,10 +11,11 @@ from typing import Any
 from goaly.agents.listeners import Listeners
 from goaly.backlog.batch import BatchHandle
 from goaly.backlog.group_statistics import Wait
+from goaly.backlog.run_guard import RunGuard
 from goaly.base.errors import RunFailed
 from goaly.base.json_text import read_lines
 from goaly.base.process import watch_callbacks
-from goaly.base.telemetry.metrics import EVALUATIONS_FILE, MetricsWriter
+from goaly.base.telemetry.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter
 from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
 from goaly.plan.run_config import RunConfig
@@ -73,6 +74,9 @@ class Run:
         self.policies = SavedPolicies(run_dir / "policies", config.save, next(iter(config.evaluation.named)))
         self.lost_actors: set[str] = set()
         self.started = time.monotonic()
+        known = run_dir / METRICS_FILE
+        earlier = read_lines(known) if known.exists() else ()
+        self.guard = RunGuard(config.guard, earlier, lambda bound: self.backlog.tighten(bound), self.say)
         self.metrics = MetricsWriter(run_dir, config.telemetry)
         self.progress = Progress(config.steps, config.telemetry)
         self._stepped = time.monotonic()
@@ -207,8 +211,11 @@ class Run:
             "run/seconds": now - self.started,
         }
         if policy_version > self.metrics.newest:
+            verdict = self.guard.observe(step)
+            step["guard/alarm"] = float(verdict.is_collapse)
             self.metrics.step(policy_version, step)
             self.progress.step(policy_version, step)
+            await self.guard.act(policy_version, verdict)
         await self.policies.save(policy_version, self.trainer, candidate=is_evaluated)
         if is_evaluated:
             self.periodic.start(policy_version, self.tasks)

@@ -36,6 +36,8 @@ class Course:
     position: int
     min_version: int
     admitted: int
+    staleness: int
+    """The bound of admission at that time."""
     finished: int | None = None
     trained: int | None = None
 
@@ -50,12 +52,15 @@ class Schedule:
     steps: int
     train_seconds: float
     known_length: bool = False
+    tightened: list[int | None] = field(default_factory=lambda: [None])
+    """The bound that admission gets after each step, over and over; None is that of the config."""
     courses: dict[int, Course] = field(default_factory=dict)
     ages: list[float] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> "Schedule":
         steps = self.steps if self.known_length else None
+        self.staleness = self.config.max_staleness
         self.queue = GroupQueue(self.config, AdvantageSettings(), dp_ranks=1, pad_token=0, steps=steps)
         virtual_time.run(self._run())  # raises when all wait for each other
         return self
@@ -90,13 +95,16 @@ class Schedule:
                         course.trained = step
                 await asyncio.sleep(self.train_seconds)
                 self.queue.trained(batch.id, batch.id + 1)
+                bound = self.tightened[step % len(self.tightened)]
+                self.queue.tighten(bound)
+                self.staleness = self.config.max_staleness if bound is None else min(bound, self.config.max_staleness)
             self.counts = self.queue.settle()
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
         while (ticket := await self.queue.admit()) is not None:
             counts = self.queue.counts()
             position = counts["admitted"] - 1 - counts["rejected"] - counts["failed"]
-            self.courses[ticket.index] = Course(position, ticket.min_version, counts["policy_version"])
+            self.courses[ticket.index] = Course(position, ticket.min_version, counts["policy_version"], self.staleness)
             tasks.create_task(self._group(ticket))
 
     async def _group(self, ticket: Ticket) -> None:
@@ -139,6 +147,7 @@ def schedules(draw, **fixed) -> Schedule:
         steps=draw(st.integers(1, 12)),
         train_seconds=draw(st.floats(0.0, 500.0)),
         known_length=draw(st.booleans()),
+        tightened=draw(st.lists(st.none() | st.integers(0, 5), min_size=1, max_size=6)),
     )
 
 
@@ -186,6 +195,15 @@ def test_admission_never_runs_further_ahead_nor_asks_for_weights_that_do_not_exi
     for course in schedule.courses.values():
         assert course.position < (course.admitted + config.max_staleness + 1) * config.groups_per_step  # backlog-1
         assert course.min_version <= course.admitted
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules())
+def test_while_admission_is_tightened_groups_run_ahead_by_the_lower_bound(schedule):
+    groups = schedule.run().config.groups_per_step
+    for course in schedule.courses.values():
+        assert course.position < (course.admitted + course.staleness + 1) * groups  # backlog-14
+        assert course.min_version == max(0, course.position // groups - schedule.config.max_staleness)
 
 
 @settings(max_examples=40, deadline=None)

@@ -22,7 +22,7 @@ from goaly.base.telemetry.weights_and_biases import WandbRun
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS_FILE = "evaluations.jsonl"
+METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 
 
 class MetricsWriter:
@@ -30,7 +30,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str | Path, settings: TelemetrySettings):
         run_dir = Path(run_dir)
-        self._lines = LineFile(run_dir / "metrics.jsonl")
+        self._lines = LineFile(run_dir / METRICS_FILE)
         self.newest: int = (last_record(self._lines.path) or {}).get("policy_version", 0)
         """The newest step that the run folder has metrics of."""
         self._evaluations = LineFile(run_dir / EVALUATIONS_FILE)
