@@ -121,8 +121,8 @@ def test_dynamic_sampling_is_refused_where_a_group_of_equal_rewards_teaches(name
         return
     said = (
         f"backlog.dynamic_sampling=true: must be false where advantages.name is {name}, which also learns from groups "
-        "of equal rewards; group, group_mean, rloo, reinforce_pp_baseline do not, nor do functions of your own with "
-        "@compares_groups (override)"
+        "of equal rewards; group, group_mean, rloo, maxrl, reinforce_pp_baseline do not, nor do functions of your own "
+        "with @compares_groups (override)"
     )
     assert found == [said]
 
