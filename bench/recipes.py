@@ -40,6 +40,7 @@ CONFIGS = Path("configs")
 RUNS = Path("runs/recipes")
 PASS_AT_1, OF_EXPERTS = 0.85, 0.9
 """Held-out pass@1 of a recipe that learns, and of one whose model has experts."""
+GOAL, GOAL_STEPS = 0.9, 8
 RUN_SECONDS = 1800.0
 """A run that takes longer hangs, or might as well."""
 WARM_START = CONFIGS / "sft" / "tiny.yaml"
@@ -111,6 +112,8 @@ class Finished:
     rejected: int
     """Groups that were sampled and not trained."""
     failed: int
+    steps_to_goal: int | None = None
+    """Steps until the mean training pass rate of `GOAL_STEPS` steps was at least `GOAL`; None if it never was."""
 
     @property
     def learned(self) -> bool:
@@ -230,7 +233,14 @@ def outcome(one: Recipe, summary: Mapping[str, Any], pass_rates: Sequence[float]
         policy_version=summary["policy_version"],
         rejected=summary["rejected"],
         failed=summary["failed"],
+        steps_to_goal=steps_to_goal(pass_rates),
     )
+
+
+def steps_to_goal(pass_rates: Sequence[float]) -> int | None:
+    """Steps until the mean of `GOAL_STEPS` successive training pass rates is at least `GOAL`; None if it never is."""
+    ends = range(GOAL_STEPS, len(pass_rates) + 1)
+    return next((end for end in ends if statistics.fmean(pass_rates[end - GOAL_STEPS : end]) >= GOAL), None)
 
 
 def remaining(recipes: Sequence[Recipe], found: Sequence[Finished]) -> list[Recipe]:
