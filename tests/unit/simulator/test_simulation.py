@@ -146,6 +146,6 @@ def test_no_token_is_older_than_the_bound_and_no_share_leaves_its_range(
     assert part.max_age <= one.backlog.max_age
     assert 0 <= part.trainer_idle <= 1
     assert 0 <= part.generator_idle <= 1
-    assert 0 <= part.staleness_mean <= part.max_age
+    assert 0 <= part.staleness_mean <= part.max_age + 1e-9  # a mean of real numbers is rounded
     assert part.step_seconds > 0
     assert part.running <= max_running + 1e-6
