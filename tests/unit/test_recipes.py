@@ -206,7 +206,7 @@ def test_a_mistaken_option_is_told_with_its_key_and_source(tiny_model_folder: Pa
     with pytest.raises(ConfigError) as error:
         run_config(CONFIGS / "recipes" / "dapo.yaml", tiny_model_folder, "loss.name=sapo", "advantages.name=groop")
     assert error.value.problems == [
-        "advantages.name=groop: there is no such advantage; known are group, group_mean, rloo, reinforce_pp, "
+        "advantages.name=groop: there is no such advantage; known are group, group_mean, rloo, maxrl, reinforce_pp, "
         "reinforce_pp_baseline, process, gae, and your own as package.module:function (override)",
         "loss.options.clip_low=0.2: the loss sapo does not take it, its options are positive, negative; ppo, grpo, "
         f"dr_grpo, dapo, cispo, gspo, gspo_token take it ({CONFIGS / 'recipes' / 'dapo.yaml'}:18)",

@@ -225,7 +225,9 @@ class TrainerStage(TrainedStage[PolicyTrainer]):
     async def save_version(self, policy_version: int, folder: Path) -> None:
         """Write the policy of this version as a Hugging Face folder; RunFailed if a step has replaced it."""
         async with self._between_steps:
-            if self._in_step or self.policy_version != policy_version:
+            if self._in_step:
+                raise RunFailed(f"the step after policy version {self.policy_version} has failed")
+            if self.policy_version != policy_version:
                 raise RunFailed(f"policy version {policy_version} is gone: the trainer is at {self.policy_version}")
             await self.save(folder)
 

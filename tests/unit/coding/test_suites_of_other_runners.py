@@ -164,7 +164,9 @@ async def test_the_fix_resolves_a_suite_and_what_fails_skips_or_is_missing_does_
     assert (fix.score, fix.cheated) == (1.0, None), fix.log
     assert set(fix.outcomes.values()) == {"passed"}
     assert [one.score for one in found.values()] == [0.0] * 3
-    assert {one.cheated for one in found.values()} == {None}
+    assert (found["none"].cheated, found["broken"].cheated) == (None, None)
+    # The test that must fail calls with what one of the suite's tests passes: an empty list is skipped.
+    assert found["skips"].cheated is None or "must fail ended as skipped" in found["skips"].cheated
     failed = {name for name, outcome in found["none"].outcomes.items() if outcome != "passed"}
     suite, _ = SUITES[runner]
     assert failed >= {*suite.fail_to_pass}

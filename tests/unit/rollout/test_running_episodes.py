@@ -125,7 +125,7 @@ async def test_a_group_is_limited_from_the_start_of_its_first_episode_on():
 
 
 async def _take(group, ticket, seconds) -> None:
-    async with group._places:
+    async with group.places:
         await asyncio.sleep(seconds)
 
 

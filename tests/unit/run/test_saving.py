@@ -180,7 +180,7 @@ async def test_a_version_that_the_trainer_no_longer_has_is_not_saved_as_that_ver
     ranks.broken = True
     with pytest.raises(RunFailed, match="NaN"):
         await trainer.step(SimpleNamespace(id=2))
-    with pytest.raises(RunFailed, match="a part of the next one"):
+    with pytest.raises(RunFailed, match="the step after policy version 2 has failed"):
         await trainer.save_version(2, Path("policies/000002"))
     assert ranks.saves == 0
 
