@@ -121,6 +121,8 @@ def test_clients_correct_a_policy_that_learns_from_them_through_the_deaths_of_it
     assert [part.system_fingerprint for part in stream][-1].startswith("policy-")
     until(lambda: corrected(client, root, 50) != "0", run)  # new weights are served
 
+    assert "key_not_trained" in status_text(run.folder)
+
     for name in ("rollout", "trainer", "generator"):
         steps, pids = run.steps(), run.spawned(name)
         os.kill(pids[-1], signal.SIGKILL)
@@ -128,8 +130,6 @@ def test_clients_correct_a_policy_that_learns_from_them_through_the_deaths_of_it
             corrected(client, root, number)  # no request fails
         run.wait_for_steps(steps + 1)
 
-    text = status_text(run.folder)
-    assert "key_not_trained" in text
     ends = run.lines("live/ends.jsonl")
     assert len(ends) == len({end["turn"] for end in ends})
     assert {end["key"] for end in ends} == {"app"}

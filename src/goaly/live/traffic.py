@@ -127,7 +127,8 @@ class Traffic:
         """Hear what a new request says of the turns before it: the one that it continues, and those that answered the
         same request, or another one in its place."""
         now, going_on, request = self.clock(), place.continuation, place.continuation.request
-        known = 0 if going_on.parent is None else len(going_on.parent.conversation.messages)
+        parent = going_on.parent or _answered(place.tree, request)
+        known = 0 if parent is None else len(parent.conversation.messages)
         for turn in place.tree.turns:
             if turn.parent is not going_on.parent or place.session not in self._trees:
                 continue
@@ -136,13 +137,13 @@ class Traffic:
                 continue  # another conversation
             kind = ReactionKind.RETRY if again else ReactionKind.EDIT
             self._hear(place.session, turn, Reaction(kind=kind, text=_texts(request.messages[known:])), now)
-        if going_on.parent is not None and (new := request.messages[known:]):
+        if parent is not None and (new := request.messages[known:]):
             is_tool = new[0].role == "tool"
             kind = ReactionKind.TOOL_RESULT if is_tool else ReactionKind.REPLY
             answering = [
                 message for message in new if is_tool == (message.role == "tool") and message.role != ASSISTANT
             ]
-            self._hear(place.session, going_on.parent, Reaction(kind=kind, text=_texts(answering)), now)
+            self._hear(place.session, parent, Reaction(kind=kind, text=_texts(answering)), now)
 
     def record(
         self,
@@ -296,6 +297,14 @@ class Traffic:
             if self.broken is None:
                 logger.error("nothing of live traffic is recorded or trained any more: %s", error)
             self.broken = str(error)
+
+
+def _answered(tree: Session, request: Conversation) -> RecordedTurn | None:
+    """The turn of the last answer in the request, where the chat template does not render one as the beginning of the
+    other."""
+    digests = set(request.digests)
+    turns = [turn for turn in tree.turns if turn.conversation.digests[-1] in digests]
+    return max(turns, key=lambda turn: len(turn.conversation.messages), default=None)
 
 
 def _texts(messages: Sequence[Message]) -> str:

@@ -199,8 +199,7 @@ class TrainerStage(TrainedStage[PolicyTrainer]):
         return self._published
 
     async def stage_policy(self, folder: Path) -> int:
-        """Write the policy between two steps as a Hugging Face folder, and copy the whole state aside for `write`; its
-        version."""
+        """Write the policy of a whole step as a Hugging Face folder, copy the state aside for `write`; its version."""
         async with self._between_steps:
             if self._in_step:
                 raise RunFailed(f"the step after policy version {self.policy_version} has failed")

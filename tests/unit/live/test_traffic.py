@@ -8,6 +8,7 @@ from live_traffic import ONE, TWO, answered, asked, opened, said, user
 from goaly.live.traffic import Client, Traffic
 from goaly.live.turn import Reaction, ReactionKind, TurnEnd
 from goaly.live.turn_samples import group_of
+from goaly.prompts.settings import ChatSettings
 from goaly.prompts.tokenizer import ChatTokenizer
 
 
@@ -21,6 +22,19 @@ def test_the_next_message_goes_to_the_turn_that_it_answers(traffic: Traffic):
     place = asked(traffic, ONE, [user("3+4?"), said("8"), user("no, 7")])
     (turn,) = traffic.collection.turns.values()
     assert place.session == turn.session
+    assert turn.reactions == [Reaction(kind=ReactionKind.REPLY, text="no, 7")]
+
+
+def test_the_next_message_goes_to_its_turn_though_the_template_does_not_continue_that(
+    tokenizer: ChatTokenizer, tmp_path: Path
+):
+    (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    plain = ChatTokenizer(tokenizer.folder, ChatSettings(template_file=str(tmp_path / "plain.jinja")))
+    traffic = opened(plain, tmp_path)
+    answered(traffic, ONE, [user("3+4?")], "8")
+    place = asked(traffic, ONE, [user("3+4?"), said("8"), user("no, 7")])
+    assert place.continuation.parent is None
+    (turn,) = traffic.collection.turns.values()
     assert turn.reactions == [Reaction(kind=ReactionKind.REPLY, text="no, 7")]
 
 
