@@ -255,8 +255,8 @@ class Traffic:
     def _know(self, session: str, key: str, name: str, tree: Session, turn: RecordedTurn) -> None:
         self._turns[name] = turn
         self._by_digest.setdefault((key, turn.conversation.digests[-1]), []).append((session, turn.number))
-        if turn.parent is not None:
-            self._continued.add((session, turn.parent.number))
+        if (parent := turn.parent or _answered(tree, turn.request)) is not None:
+            self._continued.add((session, parent.number))
 
     def _hear(self, session: str, turn: RecordedTurn, reaction: Reaction, now: float) -> None:
         name = f"{session}.{turn.number}"

@@ -36,6 +36,10 @@ def test_the_next_message_goes_to_its_turn_though_the_template_does_not_continue
     assert place.continuation.parent is None
     (turn,) = traffic.collection.turns.values()
     assert turn.reactions == [Reaction(kind=ReactionKind.REPLY, text="no, 7")]
+    answered(traffic, ONE, [user("3+4?"), said("8"), user("no, 7")], "7")
+    answered(traffic, ONE, [user("3+4?")], "8")
+    again = asked(traffic, ONE, [user("3+4?"), said("8"), user("no, 7")])
+    assert again.session != place.session  # the session of the equal conversation that has not gone on
 
 
 def test_a_key_finds_nothing_of_another_key(traffic: Traffic):
