@@ -45,6 +45,8 @@ async def live(run: Run) -> None:
         except RunFailed as error:
             run.say(f"training has stopped, and the last version is served: {error}")
             await asyncio.Future()  # ended by a signal, or by a failure of what serves
+        if run.gate is not None and run.gate.promotion.stopped:
+            await asyncio.Future()  # serves on
         collecting.cancel()  # its groups wait for turns
 
 

@@ -80,6 +80,8 @@ class Collection:
         self.counts: Counter[str] = Counter()
         """Late outcomes, failures of the judge, closed sessions."""
         self.baselines = Baselines()
+        self.same_weights: dict[int, int] = {}
+        """The version that counts for tokens of another one, after the trainer has gone back to that one's weights."""
         self.dropped: list[str] = []
         """Sessions that are over: their last turn has ended. The caller takes them."""
         self._changes = self._held = 0  # the turns of the sessions that go on
@@ -157,7 +159,9 @@ class Collection:
         than this version. None if the batch is not due yet."""
         if ticket in self._by_ticket:  # live-22
             return [self.turns[turn] for turn in self._by_ticket[ticket]]
-        for turn in [one for one in self._of(TurnStage.JUDGED) if one.version < min_version]:
+        for turn in [
+            one for one in self._of(TurnStage.JUDGED) if self.same_weights.get(one.version, one.version) < min_version
+        ]:
             self._end(turn.id, TurnEnd.STALE)
         due = self.due_at(most)
         if due is None or due > now:

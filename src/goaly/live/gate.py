@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from goaly.base.errors import RunFailed
 from goaly.live.decision import Decision
 from goaly.live.gate_records import Baseline, ComparedPair, Decided, JudgedAnswer
 from goaly.live.gate_settings import GateSettings
@@ -138,7 +139,10 @@ class Gate:
             name: tuple(answer for task in those if (answer := task.result()) is not None)
             for name, those in asked.items()
         }
-        return Baseline(version=version, answers={name: found for name, found in answers.items() if found})
+        known = {name: found for name, found in answers.items() if found}
+        if not known:
+            raise RunFailed("the gate has no scored answer to any canary problem: see the log of the worker for why")
+        return Baseline(version=version, answers=known)
 
     async def _try(self, trial: Trial) -> Decided:
         """Ask pairs until the trial ends; the decision."""

@@ -44,6 +44,8 @@ class Promotion:
         """That of the candidate."""
         self.last: Decided | None = None
         """The last decision."""
+        self.back: RolledBack | None = None
+        """The last return of the trainer."""
         self.rolls_back = False
         """Whether the trainer has to go back to the served version."""
         self.stopped = False
@@ -159,5 +161,5 @@ class Promotion:
                 self.rolls_back |= record.then is OnRegression.ROLL_BACK
                 self.stopped |= record.then is OnRegression.STOP
             case RolledBack():
-                self.rolls_back = False
+                self.rolls_back, self.back = False, record
                 self._barred = max(self._barred, record.newest)

@@ -7,9 +7,13 @@ from typing import Any, Literal
 
 from goaly.agents.settings import UntrainedSettings
 from goaly.base.access import is_loopback
-from goaly.base.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings
+from goaly.base.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Settings, Share
+from goaly.live.gate_settings import GateSettings
 from goaly.live.keys import KEYS, LOCAL, keys_of
 from goaly.reward.settings import verifier_problems
+
+GATE_SLOTS = 4
+"""Versions in memory with a gate: the served one, the candidate, the newest, and the one being written."""
 
 
 def _opt_out() -> UntrainedSettings:
@@ -144,6 +148,14 @@ class LiveSettings(Settings):
     trained without a reward, by the teacher alone."""
     judge: LiveJudgeSettings = field(default_factory=LiveJudgeSettings)
     """The judge of turns whose outcome is not a score."""
+    gate: GateSettings | None = None
+    """Serve a version only when a test on canary problems has shown that it is not worse; `{}` has the defaults. null
+    serves every version as it comes."""
+    candidate_share: Share = 0.1
+    """Share of the new conversations that a version on trial may answer."""
+    on_regression: Literal["roll_back", "hold", "stop"] = "roll_back"
+    """What follows a version that is worse: `roll_back` gives the trainer the state of the served version, `hold` goes
+    on training, `stop` ends training and goes on serving."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -165,8 +177,25 @@ class LiveSettings(Settings):
             yield f"{root}backlog.dynamic_sampling: must be false: a live batch is not sampled again"
         if self.hint is not None and config.loss.distill is None:
             yield f"{root}loss.distill: must be a section where {at}hint is set: its teacher sees the hint"
+        if self.gate is None:
+            yield from at.idle(f"{at}gate is null", "candidate_share", "on_regression")
+        else:
+            yield from self._gate_problems(self.gate, at, config, root)
         if config.moe.replays:
             yield f"{root}moe.routing: must be own: turns are trained in other trajectories than they were sampled in"
+
+    def _gate_problems(self, gate: GateSettings, at: Section, config: Any, root: Section) -> Iterator[str]:
+        replicas, slots, sets = config.generator.replicas, config.weights.slots, config.evaluation.named
+        if replicas < 2:
+            yield f"{root}generator.replicas={replicas}: must be at least 2 with {at}gate, one for the candidate"
+        if slots < GATE_SLOTS:
+            yield f"{root}weights.slots={slots}: must be at least {GATE_SLOTS} with {at}gate"
+        if config.trainer.lora is not None:
+            yield f"{root}trainer.lora: must be null with {at}gate: a replica cannot start from adapters"
+        if gate.canary is not None and gate.canary not in sets:
+            yield f"{at}gate.canary={gate.canary}: must be one of evaluation.sets, which are {', '.join(sets)}"
+        if gate.shadow_pairs:
+            yield f"{at}gate.shadow_pairs={gate.shadow_pairs}: must be 0: a live run keeps no prompts of ended sessions"
 
     def _key_problems(self, at: Section, host: str) -> Iterator[str]:
         try:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from goaly.base.errors import ConfigError
+from goaly.live.gate_status import gate_text
 
 STATUS_FILE = "status.json"
 OLD_SECONDS = 10.0
@@ -74,7 +75,8 @@ def status_text(run_dir: Path) -> str:
     file = run_dir / "live" / STATUS_FILE
     if not file.exists():
         raise ConfigError([f"{run_dir}: has no {file.name}, must be the folder of a run of apps.live.main"])
-    return LiveStatus(**json.loads(file.read_text())).text(time.time())
+    text, gate = LiveStatus(**json.loads(file.read_text())).text(time.time()), gate_text(run_dir)
+    return text if gate is None else f"{text}\n{gate}"
 
 
 def _shown(counts: Mapping[str, int]) -> str:

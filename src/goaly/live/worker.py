@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 from goaly.agents.listeners import listener_of
 from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.ledger import State
-from goaly.base.actors import answer_of
+from goaly.base.actors import answer_of, concurrent_endpoint
 from goaly.base.process import vital_task
 from goaly.base.registry import function_at
 from goaly.generate.policy import Policy
 from goaly.generate.request import Sampling
+from goaly.generate.router import Router
+from goaly.live.canary_questions import CanaryQuestions
 from goaly.live.collection import CollectionLimits
+from goaly.live.gate_records import JudgedAnswer
 from goaly.live.gateway import LiveGateway
 from goaly.live.hints import teacher_sees
 from goaly.live.judges import TurnJudge, VerifierJudge, VotingJudge
@@ -34,6 +37,7 @@ from goaly.live.log import LiveLog
 from goaly.live.settings import LiveJudgeSettings, LiveSettings
 from goaly.live.status import LiveStatus, write_status
 from goaly.live.traffic import Traffic
+from goaly.live.traffic_split import Arm, TrafficSplit, arm_of_replica
 from goaly.live.turn import LiveTurn, ReactionKind, TurnEnd
 from goaly.live.turn_samples import group_of
 from goaly.prompts.prompt import Message, Prompt
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     from goaly.generate.generator import Generator
 
 TICK_SECONDS = 1.0
+CANARY_SECONDS = 600.0
+"""Time limit of an answer to a canary problem where episodes have none."""
 LIVE_FOLDER = "live"
 
 
@@ -55,7 +61,14 @@ class LiveWorker(RolloutWorker):
     """Serves live traffic, and makes groups of it."""
 
     def __init__(
-        self, name: str, settings: RolloutSettings, *episode: Any, live: LiveSettings, sessions: Path, **worker: Any
+        self,
+        name: str,
+        settings: RolloutSettings,
+        *episode: Any,
+        live: LiveSettings,
+        sessions: Path,
+        replicas: int = 1,
+        **worker: Any,
     ):
         """The arguments of a `RolloutWorker`, and the settings of live traffic. `settings.endpoint` is the address of
         the server."""
@@ -80,6 +93,9 @@ class LiveWorker(RolloutWorker):
         self._changed = asyncio.Event()
         self._waiting: dict[int, float] = {}
         """The tickets that wait for their turns, and since when."""
+        self._gated, self._candidates = live.gate is not None, Router()
+        self._split = TrafficSplit(self._router, self._candidates, share=live.candidate_share)
+        self._replicas = replicas
         longest = worker.get("evaluation_context") or worker["max_context"]
         sampling = Sampling.of(worker["sampling"], self._chat.stop_token_ids)
         self._server = LiveGateway(
@@ -93,7 +109,7 @@ class LiveWorker(RolloutWorker):
             parser=self._parser,
             sampling=sampling,
             max_context=longest,
-            sampler=self._router,
+            sampler=self._split,
             listen=None if listener is None else partial(listener_of, listener),
         )
         self._own = Policy(
@@ -105,6 +121,15 @@ class LiveWorker(RolloutWorker):
             max_context=longest,
             decode=self._chat.decode,
             evaluation=True,
+        )
+        self._canaries = CanaryQuestions(
+            {Arm.SERVED: self._router, Arm.CANDIDATE: self._candidates},
+            self._chat,
+            self._parser,
+            self._runner.score,
+            sampling=sampling,
+            max_context=longest,
+            seconds=settings.episode_seconds or CANARY_SECONDS,
         )
         self._judging = Judging(self._judge_of(live.judge), live.judge, self._traffic)
         self._client: openai.AsyncOpenAI | None = None
@@ -120,8 +145,26 @@ class LiveWorker(RolloutWorker):
         self._tasks = [vital_task(self._tick(), "live traffic"), vital_task(self._judging.run(), "judge")]
 
     def _use(self, handles: "Mapping[str, Generator]") -> None:
-        super()._use(handles)
-        self._server.is_open = bool(handles)
+        arms = {name: arm_of_replica(name, self._replicas) if self._gated else Arm.SERVED for name in handles}
+        served = {name: handle for name, handle in handles.items() if arms[name] is Arm.SERVED}
+        super()._use(served)
+        self._candidates.update({name: handle for name, handle in handles.items() if name not in served})
+        self._server.is_open = bool(served)
+
+    @concurrent_endpoint
+    async def canary(self, arm: Arm, version: int, prompt: Prompt, name: str) -> JudgedAnswer | None:
+        """The judged answer of this arm to a canary problem; None if it could not be scored."""
+        return await self._canaries.answer(arm, version, prompt, name)
+
+    @concurrent_endpoint
+    async def on_trial(self, candidate: int | None) -> None:
+        """Send a share of the new conversations to this candidate, or to none."""
+        self._split.use(candidate)
+
+    @concurrent_endpoint
+    async def went_back(self, served: int, newest: int) -> None:
+        """The trainer, at version `newest`, has the weights of version `served` again, as `GroupQueue.went_back`."""
+        self._traffic.collection.same_weights = {served: newest}
 
     async def _close(self) -> None:
         for task in self._tasks:

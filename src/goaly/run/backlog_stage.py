@@ -11,12 +11,12 @@ from goaly.backlog.events import Dropped, Ticket
 from goaly.backlog.group_statistics import Wait
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
+from goaly.base.wait_reports import reporting
 from goaly.journal.logged_queue import LoggedQueue
 from goaly.journal.records import Drawn, Published
 from goaly.journal.run_log import Recovered
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.run_actors import Hub
-from goaly.run.wait_reports import reporting
 
 T = TypeVar("T")
 
@@ -151,6 +151,10 @@ class BacklogStage:
                 yield found[0]
         finally:
             self._hub.broadcast(lambda hub: hub.queue.end_replay.broadcast(reader))
+
+    async def went_back(self, served: int, newest: int) -> None:
+        """The trainer, at version `newest`, has the weights of version `served` again."""
+        await self._ask("went_back", lambda queue: queue.went_back.call_one(served, newest))
 
     async def is_running(self, ticket: int, hub: str) -> bool:
         """Whether this ticket of that hub has not ended. Those of a lost hub have: they are given out again (run-6)."""

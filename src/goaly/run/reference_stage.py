@@ -11,10 +11,10 @@ from pathlib import Path
 from goaly.backlog.batch import BatchHandle
 from goaly.base.atomic_files import link_files, put_in_place, remove
 from goaly.base.errors import RunFailed, os_error
+from goaly.base.wait_reports import reporting
 from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.trainer_stage import ModelStage
-from goaly.run.wait_reports import reporting
 from goaly.train.reference import ReferenceModel
 
 logger = logging.getLogger(__name__)

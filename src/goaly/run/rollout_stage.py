@@ -12,6 +12,7 @@ from goaly.agents.session_files import forget_group
 from goaly.backlog.events import CANCELLED, Ticket
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed, first_error, root_cause
+from goaly.base.wait_reports import ANSWER_SECONDS, reporting
 from goaly.generate.connection import POISON_DEATHS, SUSPECT_DEATHS
 from goaly.generate.generator import Generator
 from goaly.prompts.prompt import Prompt
@@ -21,7 +22,6 @@ from goaly.rollout.running_episodes import EvaluationFailed, Failed
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.suspect_groups import SuspectGroups
-from goaly.run.wait_reports import ANSWER_SECONDS, reporting
 
 logger = logging.getLogger(__name__)
 

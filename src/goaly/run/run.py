@@ -18,6 +18,7 @@ from goaly.base.process import watch_callbacks
 from goaly.base.telemetry.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter
 from goaly.base.telemetry.progress import Progress
 from goaly.generate.service import GeneratorService
+from goaly.live.gated_run import GatedRun
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.mixture import prompt_mixture
 from goaly.rollout.episode_limit import EpisodeLimit
@@ -49,6 +50,8 @@ class Run:
     listeners: Listeners | None = None
     """Of the workers' endpoints, if all workers are on this host."""
     checkpoints: RunCheckpoints
+    gate: GatedRun | None = None
+    """Decides which versions are served, in a live run that has a gate."""
     tasks: asyncio.TaskGroup
     """Owns what the run does beside the script."""
     keepers: list[asyncio.Task[None]]

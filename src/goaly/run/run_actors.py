@@ -11,6 +11,7 @@ from monarch.actor import ProcMesh
 from goaly.base.actors import spawn
 from goaly.generate.generator import Generator
 from goaly.journal.logged_queue import LoggedQueue
+from goaly.live.gated_run import GatedRun
 from goaly.plan.placement import Placed, Processes
 from goaly.plan.run_config import RunConfig
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -66,6 +67,8 @@ class RunActors:
         self._episode = episode
         self._sessions = sessions
         self._listeners = listeners
+        self.gate: GatedRun | None = None
+        """Decides with which version a generator starts."""
         for name in planned:
             self.mesh(name)
         self.hub = ReplaceableActors("hub", self.new_hub("hub"))
@@ -117,7 +120,7 @@ class RunActors:
         if config.live is not None:
             from goaly.live.worker import LiveWorker  # imports starlette
 
-            worker, options = LiveWorker, {"live": config.live}
+            worker, options = LiveWorker, {"live": config.live, "replicas": config.generator.replicas}
         return spawn(
             self.mesh(planned, name),
             name or planned,
@@ -147,7 +150,14 @@ class RunActors:
         first = f"generator-{replica}"
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
         hub = await self.hub.present()
-        served = (config.generator, config.model, hub.store, replica, config.weights)
+        model = config.model
+        options: dict[str, Any] = {}
+        if self.gate is not None:
+            arm, folder, version = self.gate.start_of(name)
+            options = {"track": arm.value, "version": version}
+            if folder is not None:
+                model = dataclasses.replace(model, path=str(folder))
+        served = (config.generator, model, hub.store, replica, config.weights)
         return spawn(
             mesh,
             name,
@@ -156,6 +166,7 @@ class RunActors:
             records_choices=config.moe.replays,
             lora=config.trainer.lora,
             chat=config.chat,
+            **options,
         )
 
     def count(self, planned: str) -> int:

@@ -28,9 +28,12 @@ from goaly.base.atomic_files import put_file, writing
 from goaly.base.config.schema import plain
 from goaly.base.telemetry import spans
 from goaly.base.telemetry.perfetto import merge
+from goaly.base.wait_reports import run_all
 from goaly.generate.service import GeneratorService
 from goaly.journal.checkpoint_folder import Checkpoints
 from goaly.journal.run_log import LOG_FOLDER, delete_before
+from goaly.live.decision import OnRegression
+from goaly.live.gated_run import GatedRun, ServingWorker
 from goaly.plan.dry_run import placed, spare_on
 from goaly.plan.placement import Processes, processes
 from goaly.plan.run_config import RunConfig
@@ -47,10 +50,10 @@ from goaly.run.run import Run
 from goaly.run.run_actors import Hub, RunActors, process_of, replaced_roles
 from goaly.run.run_checkpoints import RunCheckpoints, Stateful
 from goaly.run.trainer_stage import CriticStage, TrainerStage
-from goaly.run.wait_reports import run_all
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer
 from goaly.weights import torchstore
+from goaly.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,8 @@ async def started(
             watch = owned.create_task(run.alive())
             await _bring_up(run, hosts, planned, episode)
             run.keepers.append(owned.create_task(run.generators.supervise()))
+            if run.gate is not None:
+                run.keepers.append(owned.create_task(run.gate.run(), name="gate"))
             yield run
             await run.trainer.save_newest()  # if the script ended before the last step
             await run.periodic.ended()
@@ -137,6 +142,10 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
     roles = RunActors(
         config, hosts, planned, places, pickled(episode), sessions, run.listeners.names if run.listeners else ()
     )
+
+    if config.live is not None and (gate := config.live.gate) is not None:
+        on_regression = OnRegression(config.live.on_regression)
+        run.gate = roles.gate = GatedRun(run.run_dir, gate, on_regression, config.generator.replicas)
 
     trainer, reference, critic = await asyncio.gather(roles.trainer(), roles.reference(), roles.critic())
 
@@ -214,6 +223,30 @@ async def _bring_up(run: Run, hosts: Hosts, planned: Mapping[str, Processes], ep
         say=run.say,
     )
     _keep(run, hosts, roles, checkpoints)
+    if run.gate is not None:
+        await _open_gate(run, run.gate, roles.hub)
+
+
+async def _open_gate(run: Run, gate: GatedRun, hub: ReplaceableActors[Hub]) -> None:
+    async def store() -> WeightStore:
+        return (await hub.present()).store
+
+    async def stop(why: str) -> None:
+        run.say(f"training has stopped: {why}")
+        run.backlog.end()
+
+    await gate.open(
+        lambda names: run.problem_sets.chosen(names)[0].prompts,
+        run.trainer,
+        run.generators,
+        ServingWorker(run.rollouts.workers[0]),
+        policy_version=run.policy_version,
+        store=store,
+        beside=run.checkpoints.beside,
+        after_return=run.checkpoints.replace,
+        same_weights=run.backlog.went_back,
+        stop=stop,
+    )
 
 
 def _keep(run: Run, hosts: Hosts, roles: RunActors, checkpoints: Checkpoints) -> None:
@@ -318,6 +351,8 @@ async def _take_down(run: Run, hosts: Hosts, status: str) -> None:
     await hosts.stop_all()
     await asyncio.to_thread(forget_sessions, run.run_dir / SESSIONS_FOLDER)
     run.policies.close()
+    if run.gate is not None:
+        run.gate.close()
     await asyncio.to_thread(run.metrics.close, failed=status != "finished")
     spans.flush()
     try:

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from goaly.backlog.batch import BatchHandle
 from goaly.base.actors import ask
 from goaly.base.errors import RunFailed
+from goaly.base.wait_reports import FIRST_SECONDS, reporting
 from goaly.journal.checkpoint_folder import Checkpoint
 from goaly.journal.records import Published
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
-from goaly.run.wait_reports import FIRST_SECONDS, reporting
 from goaly.train.critic import CriticModel
 from goaly.train.reference import ReferenceModel
 from goaly.train.trainer import PolicyTrainer

@@ -10,12 +10,12 @@ from monarch.actor import ActorError
 
 from goaly.backlog.events import Ticket
 from goaly.backlog.group_statistics import Wait
+from goaly.base import wait_reports
 from goaly.base.errors import RunFailed
 from goaly.generate.connection import POISON_DEATHS
 from goaly.prompts.prompt import Message, Prompt
 from goaly.rollout.group_runner import GroupSummary
 from goaly.rollout.running_episodes import DONE, GENERATING, EvaluationFailed, Failed, GroupProgress
-from goaly.run import wait_reports
 from goaly.run.backlog_stage import BacklogStage
 from goaly.run.replaceable_actors import Lost, ReplaceableActors
 from goaly.run.rollout_stage import FAILURES_IN_A_ROW, POISONED, TOO_LONG_IN_A_ROW, RolloutStage
