@@ -126,7 +126,7 @@ def test_a_track_moves_up_to_committed_versions_and_leaves_two_slots() -> None:
 @given(
     moves=st.lists(
         st.one_of(
-            st.just(("publish", 0, 0)),
+            *[st.just(("publish", 0, 0))] * 3,
             st.tuples(st.just("point"), st.integers(0, 1), st.integers(0, 5)),
             st.tuples(st.just("lease"), st.integers(0, 5), st.integers(0, 3)),
             st.tuples(st.just("release"), st.integers(0, 5), st.just(0)),
