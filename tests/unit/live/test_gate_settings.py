@@ -35,11 +35,11 @@ NEEDED = ("live.gate.margin=0.1", "generator.replicas=2", "weights.slots=4")
         ),
     ],
 )
-def test_a_run_that_cannot_hold_two_versions_is_refused(tiny_folder: Path, override: str, said: str):
-    assert problems(tiny_folder, *NEEDED) == []
-    assert said in "\n".join(problems(tiny_folder, *NEEDED, override))
+def test_a_run_that_cannot_hold_two_versions_is_refused(tiny_model_folder: Path, override: str, said: str):
+    assert problems(tiny_model_folder, *NEEDED) == []
+    assert said in "\n".join(problems(tiny_model_folder, *NEEDED, override))
 
 
-def test_settings_of_a_gate_that_is_not_there_are_refused(tiny_folder: Path):
-    said = problems(tiny_folder, "live.on_regression=stop")
+def test_settings_of_a_gate_that_is_not_there_are_refused(tiny_model_folder: Path):
+    said = problems(tiny_model_folder, "live.on_regression=stop")
     assert said == ["live.on_regression=stop: has no effect, live.gate is null"]
