@@ -5,6 +5,7 @@ The worker asks the canary problems, because no tokens pass through the controll
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from goaly.live.gate_settings import GateSettings
 from goaly.live.gated_policy import GATE_FOLDER, POLICY, Beside, GatedTrainer, GatedVersions
 from goaly.live.promotion import Promotion
 from goaly.live.traffic_split import Arm, arm_of_replica
+from goaly.models.settings import ModelSettings
 from goaly.prompts.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -77,15 +79,15 @@ class GatedRun:
         self.promotion = Promotion(settings, self._log.write, on_regression=on_regression, earlier=earlier)
         self._gate: Gate | None = None
 
-    def start_of(self, name: str) -> tuple[Arm, Path | None, int]:
-        """The arm of the replica with this name, and the folder and policy version that it starts with; None is the
-        folder of the run's model, which has version 0."""
-        arm = arm_of_replica(name, self._replicas)
+    def start_of(self, name: str, model: ModelSettings) -> tuple[ModelSettings, dict[str, Any]]:
+        """The model that the replica with this name starts with, the run's or the served version, and the options that
+        name its track and this version."""
+        arm, version = arm_of_replica(name, self._replicas), 0
         if self.promotion.is_open:
             folder = self._folder / f"{self.promotion.served:06d}" / POLICY
             if folder.is_dir():
-                return arm, folder, self.promotion.served
-        return arm, None, 0
+                model, version = replace(model, path=str(folder)), self.promotion.served
+        return model, {"track": arm.value, "version": version}
 
     async def open(
         self,

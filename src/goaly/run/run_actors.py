@@ -150,13 +150,7 @@ class RunActors:
         first = f"generator-{replica}"
         mesh = self.mesh(first, name) if config.generator.tp == 1 else await self._joined(first, name)
         hub = await self.hub.present()
-        model = config.model
-        options: dict[str, Any] = {}
-        if self.gate is not None:
-            arm, folder, version = self.gate.start_of(name)
-            options = {"track": arm.value, "version": version}
-            if folder is not None:
-                model = dataclasses.replace(model, path=str(folder))
+        model, options = (config.model, {}) if self.gate is None else self.gate.start_of(name, config.model)
         served = (config.generator, model, hub.store, replica, config.weights)
         return spawn(
             mesh,
