@@ -31,8 +31,10 @@ class Calls:
         self._chat = chat
         self._snapshot_every = snapshot_every
         self._number = -1
-        self._since_files: list[tuple[str, str]] = []
-        """The calls since the files were kept."""
+        self._made: list[tuple[str, str]] = []
+        """All calls of the attempt."""
+        self._kept = 0
+        """How many of them the newest snapshot has."""
         if held.is_adopted and (state := chat.marks.get(SHELL)) is not None:
             tools.adopt_shell(*state)
 
@@ -49,21 +51,24 @@ class Calls:
             seen = await self._done(name, arguments)
         elif name == SUBMIT and seen == SUBMITTED:
             self._tools.submitted = True
-        self._since_files.append((name, arguments))
+        self._made.append((name, arguments))
         every, is_current = self._snapshot_every, not self._held.is_adopted and self._held.behind is None
-        if every is not None and len(self._since_files) >= every and is_current:
+        if every is not None and len(self._made) - self._kept >= every and is_current:
             await self._keep_files()
         return seen
 
     async def catch_up(self) -> None:
         """Make the calls again that the files of a new sandbox lack."""
         while (death := self._held.behind) is not None:
+            if not self._held.has_snapshot:  # or it went with its server
+                self._kept = 0
+            lacking = self._made[self._kept :]
             try:
                 with self._tools.unrecorded():
-                    for earlier in self._since_files:
+                    for earlier in lacking:
                         await self._tools.call(*earlier)
                 self._held.behind = None
-                self._chat.note({"kind": "sandbox replaced", "why": str(death), "repeated": len(self._since_files)})
+                self._chat.note({"kind": "sandbox replaced", "why": str(death), "repeated": len(lacking)})
             except SandboxDied as error:
                 await self._restart(error)
 
@@ -111,7 +116,7 @@ class Calls:
             return
         try:
             await self._held.keep_files()
-            self._since_files.clear()
+            self._kept = len(self._made)
         except SandboxDied:
             return  # the next call notices
         except (SandboxError, OSError) as error:  # such as processes that are no jobs of the shell

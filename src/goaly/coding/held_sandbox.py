@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from goaly.coding.workspace import Workspaces
 from goaly.grading.task import CodingTask
-from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError
+from goaly.sandboxes.contract import FileSnapshot, SandboxDied, SandboxError, SnapshotLost
 from goaly.sandboxes.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class HeldSandbox:
             if taking.done() and not taking.cancelled() and taking.exception() is None:
                 self._snapshots.append(taking.result())
 
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether the sandbox began, or its next one begins, with files that were kept."""
+        return bool(self._snapshots)
+
     async def restart(self, death: SandboxDied) -> Sandbox:
         """Another sandbox with the files of the last snapshot, or of the beginning; raises `death` if not safe."""
         await self._replace(death)
@@ -127,10 +132,17 @@ class HeldSandbox:
                 death = error
 
     async def _start(self) -> None:
-        workspaces = self._workspaces
-        if self._snapshots:
-            self._sandbox = await workspaces.host.start(self.sandbox.spec, origin=self._snapshots[-1])
-        else:
-            self._sandbox = await workspaces.start(self._task, self._labels)
+        self._sandbox = await self._of_snapshot() or await self._workspaces.start(self._task, self._labels)
         self.is_adopted = False
         self._chat.mark(MARK, packed(self.sandbox.ticket))
+
+    async def _of_snapshot(self) -> Sandbox | None:
+        """A sandbox with the files that were kept last; None if none are, or if they went with their server."""
+        if not self._snapshots:
+            return None
+        try:
+            return await self._workspaces.host.start(self.sandbox.spec, origin=self._snapshots[-1])
+        except SnapshotLost as error:
+            logger.warning("the snapshots of task %s are lost: %s", self._task.id, error)
+            self._snapshots.clear()
+            return None

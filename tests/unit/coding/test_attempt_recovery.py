@@ -26,10 +26,13 @@ from goaly.coding.task_files import read_prompts
 from goaly.coding.tools import Tools
 from goaly.coding.workspace import Workspaces
 from goaly.environments.protocol import EnvironmentFailed
-from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxSpec
+from goaly.sandboxes.contract import SandboxDied, SandboxError, SandboxSpec, SnapshotLost
+from goaly.sandboxes.pool import SandboxPool
 from goaly.sandboxes.server import shared_folder
 from goaly.sandboxes.settings import SandboxSettings
 
+CLEAN_LAYERS = 3
+"""Of the root, of the tools, and of the task's files."""
 REPAIR = calls(("edit", {"path": "adder.py", "old": "a * b", "new": "a + b"}))
 STATE = bash("x=5; cd tests || mkdir -p sub && cd sub; echo one >> /tmp/log")
 SEEN = bash("echo $x $(basename $PWD); cat /tmp/log")
@@ -219,6 +222,26 @@ async def test_a_sandbox_that_dies_is_replaced_in_its_last_state_and_the_calls_s
     assert of_kind(chat, "sandbox replaced")[0]["repeated"] == repeated
     assert sum(one.get("tool") == "bash" for one in chat.notes) == 5
     assert killing.made == 6 + 1 + repeated
+
+
+async def test_where_the_snapshot_is_lost_too_all_calls_are_repeated_in_the_clean_state(
+    folder: Path, safe: None, monkeypatch: pytest.MonkeyPatch
+):
+    """coding-3."""
+    Killing(monkeypatch, 4)
+    start, lost = SandboxPool.start, []
+
+    async def started(pool: SandboxPool, spec: SandboxSpec, *, origin: Any = None) -> Any:
+        if spec.labels and origin is not None and len(origin.layers) > CLEAN_LAYERS:
+            lost.append(origin)
+            raise SnapshotLost("its server has ended")
+        return await start(pool, spec, origin=origin)
+
+    monkeypatch.setattr(SandboxPool, "start", started)
+    chat = await sees(folder, 5, snapshot_every=1)
+    assert [one[-1].content for one in chat.shown[1:]] == [f"{number}\n" for number in range(1, 6)]
+    assert of_kind(chat, "sandbox replaced")[0]["repeated"] == 3
+    assert len(lost) == 1
 
 
 async def test_a_snapshot_keeps_the_shells_folder_variables_and_functions(folder: Path, safe: None):
