@@ -31,7 +31,7 @@ class Calls:
         self._chat = chat
         self._snapshot_every = snapshot_every
         self._number = -1
-        self._made: list[tuple[str, str]] = []
+        self._calls: list[tuple[str, str]] = []
         """All calls of the attempt."""
         self._kept = 0
         """How many of them the newest snapshot has."""
@@ -51,9 +51,9 @@ class Calls:
             seen = await self._done(name, arguments)
         elif name == SUBMIT and seen == SUBMITTED:
             self._tools.submitted = True
-        self._made.append((name, arguments))
+        self._calls.append((name, arguments))
         every, is_current = self._snapshot_every, not self._held.is_adopted and self._held.behind is None
-        if every is not None and len(self._made) - self._kept >= every and is_current:
+        if every is not None and len(self._calls) - self._kept >= every and is_current:
             await self._keep_files()
         return seen
 
@@ -62,7 +62,7 @@ class Calls:
         while (death := self._held.behind) is not None:
             if not self._held.has_snapshot:  # or it went with its server
                 self._kept = 0
-            lacking = self._made[self._kept :]
+            lacking = self._calls[self._kept :]
             try:
                 with self._tools.unrecorded():
                     for earlier in lacking:
@@ -116,7 +116,7 @@ class Calls:
             return
         try:
             await self._held.keep_files()
-            self._kept = len(self._made)
+            self._kept = len(self._calls)
         except SandboxDied:
             return  # the next call notices
         except (SandboxError, OSError) as error:  # such as processes that are no jobs of the shell
