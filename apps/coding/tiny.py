@@ -26,7 +26,7 @@ from goaly.prompts.prompt import SPLIT_KEY, Split
 TASKS: Final = {Split.TRAIN: 1024, Split.HELD_OUT: 128}
 DOCUMENTS: Final = 12_000
 """Chats of each kind."""
-FIND_RATE: Final = 0.5
+FIND_RATE: Final = 0.45
 """How often the teacher changes a function that the test names, and not another one."""
 REPAIR_RATE: Final = 0.55
 """How often it writes the sign that the words say, and not any other."""
