@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from goaly.agents.turn import Record
-from goaly.base.atomic_files import open_lines
+from goaly.base.atomic_files import open_lines, whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,7 @@ class SessionFiles:
         path = self._folder / f"{name}.jsonl"
         if not path.exists():
             return []
-        lines = path.read_bytes()
-        whole = lines[: lines.rfind(b"\n") + 1]  # the worker may have died while it wrote
-        records = _kept([json.loads(line) for line in whole.splitlines()], own)
+        records = _kept([json.loads(line) for line in whole_lines(path)], own)
         kept = path.with_suffix(".kept")
         kept.write_text("".join(json.dumps(record) + "\n" for record in records))
         kept.replace(path)

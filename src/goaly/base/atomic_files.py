@@ -64,6 +64,17 @@ def open_lines(path: Path, *, cut: bool = True) -> int:
     return file
 
 
+def append(file: int, content: bytes) -> None:
+    """Append all of this content to a file of `open_lines`: in one write, unless the kernel cuts it."""
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without half a line that a crash left at its end, or that is being written."""
+    return path.read_bytes().split(b"\n")[:-1]
+
+
 def mend_last_line(file: int, *, cut: bool = True) -> None:
     """Remove the last line of a file of `open_lines` if it has no end, or end it. The file stays as it is while other
     processes have it open, because one of them may be writing this line."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from goaly.base.atomic_files import mend_last_line, open_lines
+from goaly.base.atomic_files import append, mend_last_line, open_lines
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class LineFile:
                 self.lost += len(records)
                 return
             try:
-                while encoded:
-                    encoded = encoded[os.write(self._fd, encoded) :]  # one write unless the kernel cuts it
+                append(self._fd, encoded)
             except OSError as error:
                 self._gave_up(len(records), error, close=True)
 

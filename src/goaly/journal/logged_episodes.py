@@ -20,6 +20,7 @@ from goaly.backlog.events import Dropped, Formed, Ticket, Trained
 from goaly.backlog.group_queue import GroupQueue
 from goaly.backlog.group_statistics import NO_SIGNAL
 from goaly.backlog.ledger import State
+from goaly.base.atomic_files import whole_lines
 from goaly.base.errors import CorruptLog
 from goaly.journal.log_reader import segment_starts
 from goaly.journal.records import Drawn, Snapshot
@@ -300,10 +301,9 @@ def _recorded(
 ) -> tuple[tuple[Trajectory, ...], str | None]:
     """The trajectories of a session; empty if it has none, or its file is gone. And how it failed, if it did."""
     try:
-        lines = file.read_bytes()
+        told = [json.loads(line) for line in whole_lines(file)]
     except FileNotFoundError:
         return (), None
-    told = [json.loads(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]  # the last one is being written
     failed = told.pop() if told and told[-1]["kind"] == "failed" else None
     session = Session(chat, prompt_id=prompt_id, sample_index=sample).replay(told)
     end = None if failed is None else f"{session.ended}, {failed['why'] or 'its group failed'}"

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from goaly.base.atomic_files import open_lines
+from goaly.base.atomic_files import append, open_lines, whole_lines
 from goaly.base.errors import CorruptLog
 from goaly.live.decision import Decision, OnRegression
 
@@ -112,8 +112,7 @@ class GateLog:
         kind = type(record)
         content = {"kind": kind.__name__, **_adapter(kind).dump_python(record, mode="json")}
         line = json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        append(self._descriptor, line)
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
@@ -125,7 +124,7 @@ def gate_records(file: Path) -> Iterator[GateRecord]:
     """The records of the gate's file in order; none if there is no file. A last line without an end is no record."""
     if not file.exists():
         return
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(whole_lines(file), 1):
         try:
             content = json.loads(line)
             yield _adapter(_KINDS[content.pop("kind")]).validate_python(content)

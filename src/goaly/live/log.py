@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from goaly.base.atomic_files import open_lines, sync
+from goaly.base.atomic_files import append, open_lines, sync, whole_lines
 from goaly.live.collection import Record
 
 logger = logging.getLogger(__name__)
@@ -34,20 +34,18 @@ class LiveLog:
         """Append a record; OSError if the disk is full."""
         line = json.dumps(record).encode() + b"\n"
         if record["kind"] == "end":
-            _append(self._ends, line)
+            append(self._ends, line)
             return
         file = open_lines(self._file(record["session"]))
         try:
-            _append(file, line)
+            append(file, line)
         finally:
             os.close(file)
 
     def records(self) -> Iterator[Record]:
         """All records, without half a line that a crash left."""
         for path in (*self._sessions.glob("*.jsonl"), self.folder / ENDS):
-            content = path.read_bytes()
-            for line in content[: content.rfind(b"\n") + 1].splitlines():
-                yield json.loads(line)
+            yield from map(json.loads, whole_lines(path))
 
     def durable(self, sessions: Iterable[str]) -> None:
         """Return when the records of these sessions are on disk."""
@@ -65,8 +63,3 @@ class LiveLog:
 
     def _file(self, session: str) -> Path:
         return self._sessions / f"{session}.jsonl"
-
-
-def _append(file: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(file, line) :]
