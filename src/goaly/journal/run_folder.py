@@ -11,7 +11,7 @@ from typing import Any
 from goaly.agents.session_files import SESSIONS_FOLDER
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import RUN_CONFIG
-from goaly.base.config.check import check
+from goaly.base.config.run_file import run_sections, run_values
 from goaly.base.errors import ConfigError
 from goaly.journal.run_log import LOG_FOLDER
 from goaly.prompts.tokenizer import ChatTokenizer
@@ -30,21 +30,10 @@ class RunFolder:
     @classmethod
     def of(cls, path: Path) -> "RunFolder":
         """The folder at this path; ConfigError if it is not that of a run with a log."""
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-        from yaml import YAMLError
-
-        file = path / RUN_CONFIG
-        for needed in (file, path / LOG_FOLDER / "durable"):
+        for needed in (path / RUN_CONFIG, path / LOG_FOLDER / "durable"):
             if not needed.exists():
                 raise ConfigError([f"{path}: must be the folder of a run with a log; it has no {needed.name}"])
-        try:
-            settings = OmegaConf.to_container(OmegaConf.load(file))
-        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-            raise ConfigError([f"{file}: {error}"]) from error
-        if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-            raise ConfigError([f"{file}: must be the config of an RL run"])
-        return cls(path, {str(name): section for name, section in settings.items()})
+        return cls(path, run_values(path, "model"))
 
     @property
     def log(self) -> Path:
@@ -85,7 +74,4 @@ class RunFolder:
         yield from sorted((self.path / "policies").glob("*"), reverse=True)
 
     def _section(self, name: str, schema: type) -> Any:
-        section, problems = check(schema, self.settings.get(name) or {}, name)
-        if section is None:
-            raise ConfigError(problems)
-        return section
+        return run_sections(self.settings, {name: schema})[name]

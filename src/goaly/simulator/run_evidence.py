@@ -18,9 +18,10 @@ from typing import Any
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import RUN_CONFIG
-from goaly.base.config.check import check
+from goaly.base.config.run_file import run_sections, run_values
 from goaly.base.errors import ConfigError
 from goaly.base.json_text import read_lines
+from goaly.base.telemetry.metrics import METRICS_FILE
 from goaly.generate.settings import GeneratorSettings
 from goaly.train.settings import TrainerSettings
 
@@ -58,7 +59,7 @@ class RunEvidence:
     def of(cls, folder: Path, now: float | None = None) -> "RunEvidence":
         """The facts about the run in this folder. ConfigError if it has no metrics of enough steps."""
         settings = _settings(folder)
-        file = folder / "metrics.jsonl"
+        file = folder / METRICS_FILE
         steps = list(read_lines(file)) if file.is_file() else []
         if steps and (missing := [key for key in METRICS if key not in steps[-1]]):
             raise ConfigError([f"{file}: has no {missing[0]}, must be the metrics of an RL run"])
@@ -155,20 +156,6 @@ def _follows(before: Step, after: Step) -> bool:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    file = folder / RUN_CONFIG
-    if not file.is_file():
+    if not (folder / RUN_CONFIG).is_file():
         raise ConfigError([f"{folder}: must be the folder of a run, which has a {RUN_CONFIG}"])
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(file))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file}: {error}"]) from error
-    if not isinstance(values, dict) or not isinstance(values.get("backlog"), dict):
-        raise ConfigError([f"{file}: must be the config of an RL run"])
-    checked = {name: check(schema, values.get(name) or {}, name) for name, schema in SECTIONS.items()}
-    if problems := [line for section, lines in checked.values() if section is None for line in lines]:
-        raise ConfigError(problems)
-    return {name: section for name, (section, _) in checked.items()}
+    return run_sections(run_values(folder, "backlog"), SECTIONS)

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from goaly.backlog.settings import BacklogSettings
 from goaly.base.config import RUN_CONFIG
 from goaly.base.config.check import check
+from goaly.base.config.run_file import run_values
 from goaly.base.errors import ConfigError
 from goaly.base.json_text import read_lines
+from goaly.base.telemetry.metrics import METRICS_FILE
 from goaly.base.telemetry.perfetto import FinishedSpan, read_spans
 from goaly.generate.settings import GeneratorSettings
 from goaly.rollout.settings import RolloutSettings
@@ -22,7 +23,6 @@ from goaly.simulator.intervals import Interval
 from goaly.simulator.simulated_run import SimulatedRun
 from goaly.train.settings import TrainerSettings
 
-METRICS = "metrics.jsonl"
 SECTIONS = {
     "backlog": BacklogSettings,
     "generator": GeneratorSettings,
@@ -76,10 +76,10 @@ class RunRecords:
     @classmethod
     def read(cls, folder: Path) -> "RunRecords":
         """The records in the folder of a run. ConfigError if it has none."""
-        for needed in (RUN_CONFIG, METRICS):
+        for needed in (RUN_CONFIG, METRICS_FILE):
             if not (folder / needed).exists():
                 raise ConfigError([f"{folder}: must be the folder of a run; it has no {needed}"])
-        steps = list(read_lines(folder / METRICS))
+        steps = list(read_lines(folder / METRICS_FILE))
         by_name: dict[str, list[FinishedSpan]] = defaultdict(list)
         for one in read_spans(folder):
             by_name[one.name].append(one)
@@ -167,9 +167,7 @@ LEAST_STEPS = 10
 
 
 def _settings(folder: Path, steps: int) -> SimulatedRun:
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(OmegaConf.load(folder / RUN_CONFIG))
+    values = run_values(folder, "backlog")
     found = {}
     for name, schema in SECTIONS.items():
         found[name], problems = check(schema, values.get(name) or {}, name)
