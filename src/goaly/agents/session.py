@@ -133,7 +133,7 @@ class Session:
     ) -> Continuation:
         """The place of a request in the tree, and its prompt (agents-1, agents-2). Records nothing. `room` is as in
         `ChatTokenizer.encode`. ValueError if the chat template can't render the messages."""
-        turn, request = self._deepest(Conversation.of(messages, tools, template_args))
+        turn, request = self.deepest(Conversation.of(messages, tools, template_args))
         if any(message.role == PLAIN for message in request.messages):
             raise ValueError(f"role={PLAIN!r}: no message of a chat can have this role")
         try:
@@ -334,7 +334,7 @@ class Session:
         counts = [any(turn.trained or self._credits[turn.number] for turn in own_turns(leaf)) for leaf in leaves]
         return [leaf for leaf, has in zip(leaves, counts, strict=True) if has] or leaves
 
-    def _deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
+    def deepest(self, request: Conversation) -> tuple[RecordedTurn | None, Conversation]:
         """The turn with the longest conversation that begins the request, and the request with its messages. Of several
         the first one that was sent back unchanged, or else the first with the same ids of calls, or else the first."""
         digests = request.digests

@@ -83,11 +83,6 @@ class GatedVersions:
         self._on_trial = on_trial
         self._stop = stop
 
-    def start_folder(self, version: int) -> Path | None:
-        """The Hugging Face folder of a version that a replica may start with; None if it is not kept."""
-        folder = self._kept(version) / POLICY
-        return folder if folder.is_dir() else None
-
     async def serve(self, version: int) -> None:
         """Let the served arm have this version; returns once all of its replicas decode with it."""
         if not (self._kept(version) / TRAINER).is_dir():
@@ -152,10 +147,15 @@ class GatedVersions:
         return version
 
     def _kept(self, version: int) -> Path:
-        return self._folder / f"{version:06d}"
+        return kept_version(self._folder, version)
 
     def _forget(self, version: int) -> None:
         shutil.rmtree(self._kept(version), ignore_errors=True)
+
+
+def kept_version(folder: Path, version: int) -> Path:
+    """The folder of a version in the gate's folder."""
+    return folder / f"{version:06d}"
 
 
 async def _decodes(replica: "Generator", version: int) -> None:

@@ -14,7 +14,7 @@ from goaly.live.decision import OnRegression
 from goaly.live.gate import Gate
 from goaly.live.gate_records import GATE_FILE, GateLog, JudgedAnswer, gate_records
 from goaly.live.gate_settings import GateSettings
-from goaly.live.gated_policy import GATE_FOLDER, POLICY, Beside, GatedTrainer, GatedVersions
+from goaly.live.gated_policy import GATE_FOLDER, POLICY, Beside, GatedTrainer, GatedVersions, kept_version
 from goaly.live.promotion import Promotion
 from goaly.live.traffic_split import Arm, arm_of_replica
 from goaly.models.settings import ModelSettings
@@ -84,7 +84,7 @@ class GatedRun:
         name its track and this version."""
         arm, version = arm_of_replica(name, self._replicas), 0
         if self.promotion.is_open:
-            folder = self._folder / f"{self.promotion.served:06d}" / POLICY
+            folder = kept_version(self._folder, self.promotion.served) / POLICY
             if folder.is_dir():
                 model, version = replace(model, path=str(folder)), self.promotion.served
         return model, {"track": arm.value, "version": version}

@@ -127,7 +127,7 @@ class Traffic:
         """Hear what a new request says of the turns before it: the one that it continues, and those that answered the
         same request, or another one in its place."""
         now, going_on, request = self.clock(), place.continuation, place.continuation.request
-        parent = going_on.parent or _answered(place.tree, request)
+        parent = going_on.parent or place.tree.deepest(request)[0]  # the template may not continue its answer
         known = 0 if parent is None else len(parent.conversation.messages)
         for turn in place.tree.turns:
             if turn.parent is not going_on.parent or place.session not in self._trees:
@@ -255,7 +255,7 @@ class Traffic:
     def _know(self, session: str, key: str, name: str, tree: Session, turn: RecordedTurn) -> None:
         self._turns[name] = turn
         self._by_digest.setdefault((key, turn.conversation.digests[-1]), []).append((session, turn.number))
-        if (parent := turn.parent or _answered(tree, turn.request)) is not None:
+        if (parent := turn.parent or tree.deepest(turn.request)[0]) is not None:
             self._continued.add((session, parent.number))
 
     def _hear(self, session: str, turn: RecordedTurn, reaction: Reaction, now: float) -> None:
@@ -297,14 +297,6 @@ class Traffic:
             if self.broken is None:
                 logger.error("nothing of live traffic is recorded or trained any more: %s", error)
             self.broken = str(error)
-
-
-def _answered(tree: Session, request: Conversation) -> RecordedTurn | None:
-    """The turn of the last answer in the request, where the chat template does not render one as the beginning of the
-    other."""
-    digests = set(request.digests)
-    turns = [turn for turn in tree.turns if turn.conversation.digests[-1] in digests]
-    return max(turns, key=lambda turn: len(turn.conversation.messages), default=None)
 
 
 def _texts(messages: Sequence[Message]) -> str:
