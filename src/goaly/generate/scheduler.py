@@ -56,12 +56,12 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """How many of them wait for room, and not for newer weights. May be called from any thread."""
-        return sum(request.min_version <= self._version for request in tuple(self._waiting.values()))
+        return sum(map(self._is_ready, tuple(self._waiting.values())))
 
     @property
     def holds_back(self) -> bool:
         """Whether a request waits for room."""
-        return any(request.min_version <= self._version for request in self._waiting.values())
+        return any(map(self._is_ready, self._waiting.values()))
 
     def submit(self, command: Command) -> None:
         """Take a command for a later round. An update replaces an older one that was not applied yet."""
@@ -102,5 +102,8 @@ class Scheduler:
     def _startable(self, running: int) -> list[Request]:
         if self._drains and self._update is not None:
             return []
-        ready = (request for request in self._waiting.values() if request.min_version <= self._version)
+        ready = filter(self._is_ready, self._waiting.values())
         return list(islice(ready, max(0, self.max_running - running)))
+
+    def _is_ready(self, request: Request) -> bool:
+        return request.min_version <= self._version

@@ -32,10 +32,11 @@ async def annotate(
     count: int,
 ) -> None:
     """Compute a column from the rows of a batch and add it; the queue holds the rows in `count` shares."""
-    async for number, packed in _shares(queue.rows, batch_id, engine, count):
-        column_RL = await compute(packed)
-        if number is not None and engine.leads:
-            await queue.annotate.call_one(batch_id, number, key, column_RL)
+
+    async def columns(packed: "PackedRows") -> "Mapping[str, Tensor]":
+        return {key: await compute(packed)}
+
+    await _annotate(queue, queue.rows, batch_id, engine, columns, count)
 
 
 async def judge(
@@ -47,11 +48,7 @@ async def judge(
     count: int,
 ) -> None:
     """Compute a teacher's columns from the lessons of a batch and add them; the queue holds these in `count` shares."""
-    async for number, packed in _shares(queue.lessons, batch_id, engine, count):
-        columns = await compute(packed)
-        if number is not None and engine.leads:
-            for key, column in columns.items():
-                await queue.annotate.call_one(batch_id, number, key, column)
+    await _annotate(queue, queue.lessons, batch_id, engine, compute, count)
 
 
 async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *, count: int) -> "PackedRows":
@@ -68,6 +65,21 @@ async def rows(queue: "TrajectoryQueue", batch_id: int, engine: "ModelEngine", *
     minibatches = tuple(replace(one, rows=one.rows * len(shares)) for one in first.minibatches)
     joined = torch.cat([rows for of_minibatch in by_minibatch for rows in of_minibatch])
     return replace(first, rows=joined, minibatches=minibatches)
+
+
+async def _annotate(
+    queue: "TrajectoryQueue",
+    rows: Any,
+    batch_id: int,
+    engine: "ModelEngine",
+    compute: "Callable[[PackedRows], Awaitable[Mapping[str, Tensor]]]",
+    count: int,
+) -> None:
+    async for number, packed in _shares(rows, batch_id, engine, count):
+        columns = await compute(packed)
+        if number is not None and engine.leads:
+            for key, column_RL in columns.items():
+                await queue.annotate.call_one(batch_id, number, key, column_RL)
 
 
 async def _shares(
