@@ -32,6 +32,7 @@ from goaly.backlog.batch import BatchHandle
 from goaly.losses.settings import LossSettings
 from goaly.models.settings import ModelSettings
 from goaly.models.tiny_model import write_tiny_model
+from goaly.simulator.full_batches import random_rows
 from goaly.train.settings import OptimizerSettings, TrainerSettings
 from goaly.train.trainer import PolicyTrainer
 from goaly.trajectory import PackedRows
@@ -85,21 +86,7 @@ def packed_batch(seed: int = 0, vocabulary: int = 32) -> PackedRows:
             stop = min(start + length, ROW_LENGTH)
             positions[row, start:stop] = torch.arange(stop - start)
             start = stop
-    trained = positions >= PROMPT
-    columns = {
-        "tokens": torch.randint(0, vocabulary, positions.shape, generator=generator),
-        "positions": positions,
-        "trained": trained,
-        "sampler_logprobs": -3.4 * trained,
-        "sampler_versions": torch.where(trained, 0, -1).int(),
-        "rewards": torch.zeros(positions.shape),
-        "advantages": torch.randn(positions.shape, generator=generator) * trained,
-    }
-    return PackedRows(
-        rows=TensorDict(columns, batch_size=positions.shape),
-        batch_trained_tokens=int(trained.sum()),
-        batch_sequences=int((positions == 0).sum()),
-    )
+    return random_rows(positions, PROMPT, vocabulary, generator, sampler_logprob=-3.4)
 
 
 class Batches(Actor):

@@ -3,6 +3,7 @@
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 from tensordict import TensorDict
+from torch import Tensor
 
 from goaly.trajectory import PackedRows
 
@@ -28,18 +29,32 @@ def full_rows(count: int, length: int, vocabulary: int, *, ranks: int = 1, seed:
     generator = torch.Generator().manual_seed(seed)
     document = max(2, length // 4)
     positions = (torch.arange(length) % document).expand(count, length).contiguous()
-    trained = positions >= max(1, document // 8)
+    return random_rows(positions, max(1, document // 8), vocabulary, generator, ranks=ranks)
+
+
+def random_rows(
+    positions_RL: Tensor,
+    prompt: int,
+    vocabulary: int,
+    generator: torch.Generator,
+    *,
+    ranks: int = 1,
+    sampler_logprob: float = -1.0,
+) -> PackedRows:
+    """Rows of documents at these positions, whose tokens and advantages are random. All but the first `prompt` tokens
+    of a document are trained."""
+    trained_RL = positions_RL >= prompt
     columns = {
-        "tokens": torch.randint(0, vocabulary, positions.shape, generator=generator),
-        "positions": positions,
-        "trained": trained,
-        "sampler_logprobs": -1.0 * trained,
-        "sampler_versions": torch.where(trained, 0, -1).int(),
-        "rewards": torch.zeros(positions.shape),
-        "advantages": torch.randn(positions.shape, generator=generator) * trained,
+        "tokens": torch.randint(0, vocabulary, positions_RL.shape, generator=generator),
+        "positions": positions_RL,
+        "trained": trained_RL,
+        "sampler_logprobs": sampler_logprob * trained_RL,
+        "sampler_versions": torch.where(trained_RL, 0, -1).int(),
+        "rewards": torch.zeros(positions_RL.shape),
+        "advantages": torch.randn(positions_RL.shape, generator=generator) * trained_RL,
     }
     return PackedRows(
-        rows=TensorDict(columns, batch_size=positions.shape),
-        batch_trained_tokens=int(trained.sum()) * ranks,
-        batch_sequences=int((positions == 0).sum()) * ranks,
+        rows=TensorDict(columns, batch_size=positions_RL.shape),
+        batch_trained_tokens=int(trained_RL.sum()) * ranks,
+        batch_sequences=int((positions_RL == 0).sum()) * ranks,
     )
