@@ -67,7 +67,7 @@ class Batch:
     """The rows of each rank, as the sequences in them."""
     ranks: tuple[PackedRows, ...]
     lessons: Lessons | None = None
-    """What a teacher reads of it, if the run has one."""
+    """The rows that a teacher reads, if the run has one."""
     annotated: list[Annotated] = field(default_factory=list)
     """The columns that later stages have added to it."""
     unfinished: dict[str, dict[int, Tensor]] = field(default_factory=dict)

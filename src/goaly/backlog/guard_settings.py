@@ -12,7 +12,7 @@ class GuardSettings(Settings):
     `docs/guard.md` has the signals, and the evidence for the thresholds."""
 
     action: Literal["off", "report", "tighten", "stop"] = "report"
-    """What follows a collapse. `report`: a line on the display and in the log. `tighten`: also a lower staleness bound
+    """Reaction to a collapse. `report`: a line on the display and in the log. `tighten`: also a lower staleness bound
     until the signals are gone. `stop`: the run ends with an error, before it takes another checkpoint. `off`: no
     guard."""
     window: PositiveInt = 8

@@ -1,4 +1,4 @@
-"""What a teacher reads of a batch: its lessons, packed into rows as the batch itself is. Pure.
+"""The rows that a teacher reads: the lessons of a batch, packed as the batch itself is. Pure.
 
 A lesson is a sequence of tokens, some of which the teacher judges: a trajectory as the policy saw it, or a context of
 the teacher's own and after it the tokens of one turn (`Trajectory.taught`). The teacher's values go back to the places

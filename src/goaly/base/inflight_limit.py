@@ -24,7 +24,7 @@ first ends below the second."""
 AIM = 0.7
 """The share of the cache that a shrunken limit aims at."""
 CUT = 0.8
-"""What a preemption leaves of the limit."""
+"""The share of the limit that is left after a preemption."""
 LONG_QUEUE, RESERVE = 0.3, 1.1
 """A queue is long if it is a larger share of the work under way. Then the limit becomes what the engines run, times a
 reserve, so that they find work when a request ends."""

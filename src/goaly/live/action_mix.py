@@ -22,7 +22,7 @@ OPENING_CHARACTERS = 200
 
 
 class ActionKind(StrEnum):
-    """What an answer does."""
+    """The kind of action that an answer takes."""
 
     MALFORMED_CALL = "malformed_call"
     """It has a tool call that cannot be read."""

@@ -26,7 +26,7 @@ from goaly.live.baselines import Baselines
 from goaly.live.turn import LiveTurn, Reaction, ReactionKind, TurnEnd, TurnStage
 
 HINT = "hint"
-"""Who judges a turn that is trained by a teacher alone."""
+"""The judge of a turn that only a teacher trains."""
 Record = dict[str, Any]
 """A change of the collection; `json.dumps` writes it."""
 

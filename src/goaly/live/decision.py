@@ -17,7 +17,7 @@ class Decision(StrEnum):
 
 
 class OnRegression(StrEnum):
-    """What follows a candidate that is worse."""
+    """The reaction to a candidate that is worse."""
 
     ROLL_BACK = "roll_back"
     """The trainer goes back to the served version, with the optimizer's state of that version."""

@@ -29,7 +29,7 @@ class JudgedAnswer:
     score: float
     """In [0, 1]. An episode that failed or was late has 0."""
     action: str
-    """What the answer does; see `ActionKind`."""
+    """Its action; see `ActionKind`."""
     length: float
     """Its tokens as a share of the most that an answer may have."""
 
@@ -83,7 +83,7 @@ class Decided:
     decision: Decision
     why: str
     then: OnRegression | None = None
-    """What follows, if it was refused."""
+    """The reaction, if it was refused."""
     evidence: Mapping[str, Mapping[str, Any]]
     """Of each test, as a dictionary of its `Evidence`."""
 

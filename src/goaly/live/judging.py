@@ -60,7 +60,7 @@ class Judging:
         return seconds if seconds >= self._settings.silent_seconds else 0.0
 
     def state(self) -> str:
-        """What the loop does now."""
+        """The present work of the loop."""
         waiting = self._traffic.collection.stages()["heard"]
         if self.judge is None:
             return f"off: {waiting} turns have a reaction without a score"

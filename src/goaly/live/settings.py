@@ -90,7 +90,7 @@ HINT_FIELDS = ("question", "response", "reaction")
 
 
 class LiveHintSettings(Settings):
-    """What the teacher of `loss.distill` sees before a turn, and the policy did not: what was said about the turn."""
+    """The text that the teacher of `loss.distill` sees before a turn, and the policy did not: the reaction to it."""
 
     text: str = "{question}\n\n(An answer to this was: {response}\nWhat followed: {reaction})"
     """The last message before the answer, as the teacher sees it. `{question}` becomes the message as it was,
@@ -154,7 +154,7 @@ class LiveSettings(Settings):
     candidate_share: Share = 0.1
     """Share of the new conversations that a version on trial may answer."""
     on_regression: Literal["roll_back", "hold", "stop"] = "roll_back"
-    """What follows a version that is worse: `roll_back` gives the trainer the state of the served version, `hold` goes
+    """Reaction to a version that is worse: `roll_back` gives the trainer the state of the served version, `hold` goes
     on training, `stop` ends training and goes on serving."""
 
     @property

@@ -16,7 +16,7 @@ OLD_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveStatus:
-    """What each loop does, and how many turns wait for what."""
+    """The work of each loop, and the numbers of turns that wait for it."""
 
     at: float
     address: str
@@ -71,7 +71,7 @@ def write_status(folder: Path, status: LiveStatus) -> None:
 
 
 def status_text(run_dir: Path) -> str:
-    """What the loops of this run do; ConfigError if it serves no live traffic."""
+    """The state of this run's loops as text; ConfigError if it serves no live traffic."""
     file = run_dir / "live" / STATUS_FILE
     if not file.exists():
         raise ConfigError([f"{run_dir}: has no {file.name}, must be the folder of a run of apps.live.main"])

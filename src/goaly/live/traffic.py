@@ -39,7 +39,7 @@ Redact = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Who sends a request."""
+    """The sender of a request."""
 
     key: str
     """The name of its API key."""

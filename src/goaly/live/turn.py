@@ -65,7 +65,7 @@ class ReactionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaction:
-    """What was said about a turn."""
+    """A reaction to a turn."""
 
     kind: ReactionKind
     text: str | None = None
@@ -112,7 +112,7 @@ class LiveTurn:
     reward: float | None = None
     """None also for a turn that is trained by a teacher alone."""
     by: str = ""
-    """Who gave the reward, or `hint` if a teacher alone judges it."""
+    """The source of the reward, or `hint` if a teacher alone judges it."""
     failures: int = 0
     """How often the judge failed."""
     ticket: int | None = None

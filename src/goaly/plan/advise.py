@@ -1,4 +1,4 @@
-"""What limited a run, what to change, and by how much that should help, from the run's own metrics.
+"""The limit of a run, the changes that should help and by how much, from the run's own metrics.
 
     python -m goaly.plan.advise runs/NAME
 
@@ -37,7 +37,7 @@ LEAST_HELP = 0.03
 
 
 class LimitedBy(StrEnum):
-    """What bounds the seconds of a step."""
+    """The part of a run that bounds the seconds of a step."""
 
     TRAINER = "the trainer"
     GENERATOR = "the generator"
@@ -86,7 +86,7 @@ def broken(run: RunEvidence) -> Iterator[str]:
 
 
 def limit_of(run: RunEvidence) -> LimitedBy:
-    """What bounds the seconds of a step."""
+    """The part that bounds the seconds of this run's steps."""
     whole, backlog = run.step_seconds, run.backlog
     if run.train_seconds >= BUSY * whole:
         return LimitedBy.TRAINER
@@ -102,7 +102,7 @@ def limit_of(run: RunEvidence) -> LimitedBy:
 
 
 def changes(run: RunEvidence, limit: LimitedBy) -> list[Change]:
-    """What should help, the most helpful first."""
+    """The changes that should help, the most helpful first."""
     found = [
         change
         for change in _candidates(run, limit)

@@ -85,7 +85,7 @@ class RolloutSettings(Settings):
     the worker logs the stack that blocks it and exits. Null is no limit. Rather than raise it, move the blocking code
     into `asyncio.to_thread`."""
     hint: HintSettings | None = None
-    """What a teacher sees beside the prompt; null is nothing. Needs `loss.distill`."""
+    """Text that a teacher sees beside the prompt; null is none. Needs `loss.distill`."""
     session: SessionSettings = field(default_factory=SessionSettings)
     """Limits of the chats of one episode, also of those by HTTP."""
     endpoint: EndpointSettings | None = None

@@ -1,4 +1,4 @@
-"""What would make a run faster: the same simulation with one part faster, or one limit higher."""
+"""The gains that would make a run faster: the same simulation with one part faster, or one limit higher."""
 
 from dataclasses import replace
 from enum import StrEnum

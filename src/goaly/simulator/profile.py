@@ -201,7 +201,7 @@ class UpdateTimes(Settings):
 
 
 class LoopTimes(Settings):
-    """What is neither trainer nor engine."""
+    """The parts of a run that are neither trainer nor engine."""
 
     step_seconds: NonNegativeFloat = 0.0
     """Seconds of the training loop beside the step and the staging of weights: metrics, messages, checkpoints."""

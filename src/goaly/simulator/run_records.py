@@ -50,7 +50,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """What a run has recorded."""
+    """The records of a run."""
 
     run: SimulatedRun
     steps: Sequence[Mapping[str, float]]
